@@ -55,7 +55,7 @@ from vllm_ascend_pd.core.protocol import (
 )
 from vllm_ascend_pd.core.ticket import Ticket
 from vllm_ascend_pd.prefill.held_prompts import HeldPrompts
-from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt
+from vllm_ascend_pd.prefill.outgoing_transfer import OutgoingPrompt
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.prefill.ticket_listener import TicketListener
 from vllm_ascend_pd.transport.side_channel import SideChannelClient, SideChannelError, SideChannelServer
@@ -206,7 +206,7 @@ def _take_tickets(pipe: Connection, secret_file: str | None) -> None:
     held = HeldPrompts(listener, ENGINE, 600.0, engine, engine, BlockNeeds((), 1000), 0)
     served: dict[str, str] = {}
 
-    def serve(prompt: ComputedPrompt, ticket: Ticket) -> None:
+    def serve(prompt: OutgoingPrompt, ticket: Ticket) -> None:
         admission.admit(ticket)
         assert prompt.transfer_id is not None
         served[ticket.ticket_id] = prompt.transfer_id
@@ -220,7 +220,7 @@ def _take_tickets(pipe: Connection, secret_file: str | None) -> None:
         what, *named = pipe.recv()
         if what == "prompt":
             request: Any = SimpleNamespace(request_id=named[0], num_prompt_tokens=PROMPT_TOKENS, max_tokens=1)
-            held.add(ComputedPrompt(request, (0, False)), named[0])
+            held.add(OutgoingPrompt(request, (0, False)), named[0])
             pipe.send(None)
         else:
             pipe.send(served.get(named[0]) if what == "served" else meter.usage())

@@ -37,13 +37,13 @@ class Prefill(RealScheduler):
         self.client = SideChannelClient()
         self.held = self.connector._role._held
         self.clock = Clock()
-        self.held._clock = self.held.inbox._clock = self.clock.monotonic
+        self.held._clock = self.held.listener._clock = self.clock.monotonic
         self.all_free = self.pool.get_num_free_blocks()
 
     def ask(self, message: Message) -> Any:
         """What prefill's listener answers."""
         answers: list[Any] = []
-        self.client.request(f"tcp://{self.held.inbox.host}:{self.held.inbox.port}", message, 10.0, answers.append)
+        self.client.request(f"tcp://{self.held.listener.host}:{self.held.listener.port}", message, 10.0, answers.append)
         return until(lambda: answers and answers[0])
 
     def offer(self, transfer_id: str, ticket: Ticket) -> Any:

@@ -300,7 +300,7 @@ class PrefillRank(_RankBase):
 
     def values(self, layer: int, step: Any, prompts: dict[str, Prompt]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns the copies for `compute` of all that a step computes."""
-        sends = [send for send in step.sends if not send.computed]
+        sends = [send for send in step.sends if not send.was_computed]
         copies = [copy for send in sends for copy in self._values(layer, prompts[send.request_id], send)]
         if layer == 0 and self.model.states is not None:
             for send in sends:  # each step changes a request's state in place

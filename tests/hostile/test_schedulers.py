@@ -156,7 +156,7 @@ def test_a_ticket_that_expires_in_a_century(prefill: Prefill, secret_file: str) 
 
 def all_taken(prefill: Prefill, messages: list[Any]) -> None:
     answers: list[Any] = []
-    endpoint = f"tcp://{prefill.held.inbox.host}:{prefill.held.inbox.port}"
+    endpoint = f"tcp://{prefill.held.listener.host}:{prefill.held.listener.port}"
     for message in messages:
         prefill.client.request(endpoint, message, 60.0, answers.append)
     wait_until(lambda: len(answers) == len(messages), 60)

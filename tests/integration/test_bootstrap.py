@@ -121,7 +121,7 @@ def test_an_engine_says_where_it_takes_tickets(
     if by_variable:
         monkeypatch.setenv("VLLM_MOONCAKE_BOOTSTRAP_PORT", str(bootstrap))
     with prefill(model, kv_port, **({} if by_variable else {"bootstrap_port": bootstrap})) as connector:
-        listener = connector._role._held.inbox
+        listener = connector._role._held.listener
         [(rank, engine)] = query(bootstrap).items()
         assert (rank, engine["engine_id"]) == ("0", "prefill")
         assert engine["worker_addr"] == {"0": {"0": f"{HOST}:{listener.port}"}}
@@ -146,8 +146,8 @@ def test_the_first_of_data_parallel_engines_answers_for_all(model: Path, ports: 
         addresses = [each["worker_addr"]["0"]["0"] for each in engines.values()]
         assert addresses == [f"{HOST}:{kv_port + rank}" for rank in range(3)]
         assert "started_as" not in engines["1"]
-        assert other._role._held.inbox.port == kv_port + 1
-        assert "prefill_dp1" in other._role._held.inbox._names
+        assert other._role._held.listener.port == kv_port + 1
+        assert "prefill_dp1" in other._role._held.listener._names
 
 
 def test_with_a_secret_the_addresses_of_all_engines_are_signed(model: Path, ports: list[int], tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ def fail_to_report(rank: PrefillRank) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("a bug")
 
-    rank.worker._control.writes_over = fail
+    rank.worker._control.writing_ended = fail
 
 
 def test_an_error_that_ends_a_sender_ends_the_engine(make_pair: MakePair) -> None:

@@ -34,7 +34,7 @@ def whole(prompt: Prompt) -> Send:
 
 def computed(prompt: Prompt) -> Send:
     """Of a prompt that earlier steps have computed."""
-    return dataclasses.replace(whole(prompt), computed=True)
+    return dataclasses.replace(whole(prompt), was_computed=True)
 
 
 def _blocks(prompt: Prompt, start: int) -> tuple[list[int], ...]:

@@ -235,13 +235,16 @@ MUTANTS: dict[str, Mutant] = {
         "core.prefill_ticket:PrefillTicket.may_write", "elif now < destination.until:", "elif True:", seeds=0
     ),
     "success is reported while bytes are under way": _without(
-        "core.prefill_ticket:PrefillTicket.notify", "if self.failure is None and not settled:", "if False:", seeds=0
+        "core.prefill_ticket:PrefillTicket.begin_notifying",
+        "if self.failure is None and not settled:",
+        "if False:",
+        seeds=0,
     ),
     "blocks are freed while a failed write reads them": _without(
         "core.prefill_ticket:PrefillTicket.end", " or not self.final", "", **_TIGHT, write_fails=0.5
     ),
     "decode is told for ever": _without(
-        "core.prefill_ticket:PrefillTicket.notify_pending", " or self.rounds == _REPORT_ROUNDS", "", seeds=0
+        "core.prefill_ticket:PrefillTicket.next_round", " or self.rounds == _REPORT_ROUNDS", "", seeds=0
     ),
     "a transfer ends before decode has granted or refused": _without(
         "core.prefill_ticket:PrefillTicket.finish", "if self.waits_for_grant:", "if False:", seeds=0
@@ -265,7 +268,7 @@ MUTANTS: dict[str, Mutant] = {
         "core.prefill_ticket:PrefillTicket.answered", "self._changed.notify_all()", "pass", seeds=0
     ),
     "a failed write is not marked as in flight": _without(
-        "core.prefill_ticket:PrefillTicket.mark_in_flight",
+        "core.prefill_ticket:PrefillTicket.delay_settling",
         "self.settled_at = max(self.settled_at, until)",
         "pass",
         **_ONE,
@@ -273,7 +276,7 @@ MUTANTS: dict[str, Mutant] = {
         requests=12,
     ),
     "decode is not told that nothing is under way any more": _without(
-        "core.prefill_ticket:PrefillTicket.notify",
+        "core.prefill_ticket:PrefillTicket.begin_notifying",
         "elif self.phase is Phase.NOTIFIED and settled and not self.final:",
         "elif False:",
         **_ONE,
@@ -494,8 +497,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "one request's failed write marks all of the layer": _without(
         "prefill.sender:Sender._write_apart",
-        "self._mark_in_flight(push, (i,), final)",
-        "self._mark_in_flight(push, write.live, final)",
+        "self._delay_settling(push, (i,), final)",
+        "self._delay_settling(push, write.live, final)",
         seeds=0,
     ),
     "layers leave before their bytes can be read": _without(
@@ -613,7 +616,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a failed write for several requests marks none of them": _without(
         "prefill.sender:Sender._write_apart",
-        "self._mark_in_flight(push, write.live, error)",
+        "self._delay_settling(push, write.live, error)",
         "pass",
         **_ONE,
         write_fails=0.5,
@@ -688,7 +691,7 @@ MUTANTS: dict[str, Mutant] = {
     # prefill/outgoing_transfer.py, prefill/scheduler.py
     "KV that vLLM takes back counts as computed": Mutant(
         (
-            Edit("prefill.outgoing_transfer:ComputedPrompt.take_back", "self.done = min(self.done, token)", "return"),
+            Edit("prefill.outgoing_transfer:OutgoingPrompt.take_back", "self.done = min(self.done, token)", "return"),
             Edit(
                 "prefill.outgoing_transfer:OutgoingTransfer.take_back",
                 "if token < self.ticket.num_tokens:",
@@ -717,7 +720,7 @@ MUTANTS: dict[str, Mutant] = {
         seeds=0,
     ),
     "tokens behind a gap count as computed": _without(
-        "prefill.outgoing_transfer:ComputedPrompt.compute",
+        "prefill.outgoing_transfer:OutgoingPrompt.compute",
         "if not self.is_lost and (self.taken_back is None or computed <= self.taken_back):",
         "if True:",
         seeds=0,

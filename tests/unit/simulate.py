@@ -305,7 +305,7 @@ def _push(
             capacity = most + 1  # staging may be larger than what it holds
             memory = stage_planes(planes, mapping, capacity, rng)
             held, unit = held.cut(own), np.arange(len(unit[own]), dtype=np.int64) * mapping.staged_bytes
-        for target in mapping.targets:
+        for target in mapping.portions:
             peer = d_stage[target.tp_rank]
             tensor = peer.tensors[name]
             dst = _offsets(held, [case.requests[i].d_blocks for i in mine], tensor.geometry, [ranges[i] for i in mine])

@@ -98,7 +98,7 @@ def write(engine: Engine, *layers: LayerPush, finish_after: int | None = None) -
     """Writes layers that all come before the first one can be read. Returns the engine's log."""
     first, engine.log = Held(Done()), []
     layers[0].ready = first
-    with sending(engine, on_written=lambda transfers: engine.log.append("finished")) as sender:
+    with sending(engine, on_writing_ended=lambda transfers: engine.log.append("finished")) as sender:
         for number, each in enumerate(layers):
             sender.put_layer(each)
             if number == finish_after:

@@ -45,7 +45,7 @@ def test_a_ticket_that_comes_when_the_prompt_is_computed(prefill: Prefill) -> No
         "remote_engine_id": prefill.engine_id,
         "transfer_id": transfer_id,
         "ticket_host": "127.0.0.1",
-        "ticket_port": prefill.held.inbox.port,
+        "ticket_port": prefill.held.listener.port,
         "hold_timeout_s": held_prompts.HOLD_TIMEOUT_S,
     }
     assert prefill.free == prefill.all_free - 3
@@ -73,9 +73,9 @@ def test_a_ticket_that_comes_when_the_prompt_is_computed(prefill: Prefill) -> No
 
 
 def test_a_step_without_prompts_and_tickets_leaves_the_listener_alone(prefill: Prefill) -> None:
-    prefill.held.inbox._lock, lock = None, prefill.held.inbox._lock
+    prefill.held.listener._lock, lock = None, prefill.held.listener._lock
     prefill.run()
-    prefill.held.inbox._lock = lock
+    prefill.held.listener._lock = lock
 
 
 def test_with_a_secret_prefill_signs_where_tickets_go(scheduled_model: Path, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_with_a_secret_prefill_signs_where_tickets_go(scheduled_model: Path, tmp
     prefill = Prefill(scheduled_model, extra={"secret_file": str(file)})
     said = prefill.answered("r")
     admission = PrefillAdmission(Peers(cluster_secret(file), AnyHost(), HostList((), "is not in peers")))
-    assert parse_holder(said, admission).endpoint == f"tcp://127.0.0.1:{prefill.held.inbox.port}"
+    assert parse_holder(said, admission).endpoint == f"tcp://127.0.0.1:{prefill.held.listener.port}"
     with pytest.raises(NoRecipientError, match="signature is wrong"):
         parse_holder(said | {"transfer_id": "another"}, admission)
     prefill.close()
@@ -283,7 +283,7 @@ def test_a_window(scheduled_model: Path) -> None:
     prefill.offer(transfer_id, ticket)
     step, _ = prefill.run()
     assert step.tickets == {"r": ticket}
-    assert step.sends == [Send("r", 0, 48, (full[:3], windowed[:3]), last=True, computed=True)]
+    assert step.sends == [Send("r", 0, 48, (full[:3], windowed[:3]), last=True, was_computed=True)]
     prefill.run()
     prefill.run(sent={"r"})
     assert prefill.free == prefill.all_free

@@ -316,7 +316,7 @@ class Cluster:
             job.ticket, prefill = ticket_for(job.prompt), self.prefills[job.prefill]
             if job.prefill_first:
                 offer = OfferTicket(prefill.engine_id, job.transfer_id, job.ticket)
-                answer = prefill.held.inbox._handle(offer, SimpleNamespace(host="127.0.0.1"))
+                answer = prefill.held.listener._handle(offer, SimpleNamespace(host="127.0.0.1"))
                 assert isinstance(answer, TicketTaken | TicketRefused), answer
             else:
                 prefill.add(job.name, job.prompt, msgspec.to_builtins(job.ticket))
@@ -350,8 +350,8 @@ class Cluster:
         prefill, events = self.prefills[number], 0
         for job in self.jobs:
             if job.prefill == number and job.transfer_id and job.ticket and job.failure is None and job.steps_left:
-                known = prefill.held.inbox._tickets.get(job.ticket.ticket_id)
-                if known is not None and isinstance(answer := prefill.held.inbox._answer(known), TicketRefused):
+                known = prefill.held.listener._tickets.get(job.ticket.ticket_id)
+                if known is not None and isinstance(answer := prefill.held.listener._answer(known), TicketRefused):
                     job.failure, events = answer.reason, events + 1
                     self.end(job)
         return events

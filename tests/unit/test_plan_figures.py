@@ -301,7 +301,7 @@ def test_any_shape_has_one_descriptor_per_piece_unless_neighbours_merge(shape):
             geometries = [caches.geometry_of(each) for each in caches.tensors if each.layer.split(".")[2] == str(layer)]
             mappings = [make_mapping(each, flow.source.tp_rank, *sides, d_block) for each in geometries]
             pieces = [
-                target for mapping in mappings for target in mapping.targets if target.tp_rank == flow.target.tp_rank
+                target for mapping in mappings for target in mapping.portions if target.tp_rank == flow.target.tp_rank
             ]
             most = plan.prompt.units * len(pieces)
             assert scattered.total() <= most

@@ -33,10 +33,10 @@ def test_waits_for_decodes_description_until_the_grant_deadline():
     assert (state.may_write(None, 19.9), state.finish(19.9), state.due(19.9)) == (None, None, [])
     assert state.finish(GRANT_DEADLINE) is False
     assert state.failure == "the decode engine did not describe itself in time"
-    assert not state.notify(GRANT_DEADLINE)  # whom?
+    assert not state.begin_notifying(GRANT_DEADLINE)  # whom?
     state.contacted({})
-    assert state.notify(GRANT_DEADLINE)
-    assert not state.notify_pending()
+    assert state.begin_notifying(GRANT_DEADLINE)
+    assert not state.next_round()
     assert state.end()
 
 
@@ -84,65 +84,65 @@ def test_the_first_reason_stays_and_none_comes_once_decode_is_notified():
     assert state.failure == "first"
     complete = granted()
     assert complete.finish(1.0)
-    assert complete.notify(1.0)
+    assert complete.begin_notifying(1.0)
     complete.fail("too late", PushFailure.WRITE)
     assert complete.failure is None
 
 
 def test_blocks_that_change_while_a_failed_write_may_read_them_fail_a_finished_ticket():
     state = granted()
-    state.mark_in_flight(8.0)
+    state.delay_settling(8.0)
     assert state.finish(4.0)
     state.fail("preempted", PushFailure.PREEMPTED)
-    assert state.notify(5.0)
+    assert state.begin_notifying(5.0)
     assert state.failure == "preempted"
 
 
 def test_success_is_reported_after_bytes_in_flight_and_leases_are_renewed_until_then():
     state = granted()
-    state.mark_in_flight(8.0)
-    state.mark_in_flight(7.0)
+    state.delay_settling(8.0)
+    state.delay_settling(7.0)
     assert state.finish(4.0)
-    assert not state.notify(7.9)
+    assert not state.begin_notifying(7.9)
     assert state.due(4.0) == [LEFT, RIGHT]
-    assert state.notify(8.0)
+    assert state.begin_notifying(8.0)
     assert state.settle_s(8.0) == 0.0
     assert state.due(20.0) == []
 
 
 def test_failure_is_reported_at_once_and_blocks_are_kept_until_nothing_reads_them():
     state = granted()
-    state.mark_in_flight(8.0)
+    state.delay_settling(8.0)
     state.fail("it broke", PushFailure.WRITE)
     assert state.finish(4.0) is False
-    assert state.notify(4.0)
+    assert state.begin_notifying(4.0)
     assert state.settle_s(4.0) == 4.0
-    for key in state.notify_pending():
+    for key in state.next_round():
         state.acked(key)
-    assert not state.notify_pending()
-    assert not state.notify(7.9)
+    assert not state.next_round()
+    assert not state.begin_notifying(7.9)
     assert not state.end()
-    assert state.notify(8.0)  # once more: nothing can arrive any more
-    assert (list(state.notify_pending()), state.settle_s(8.0)) == ([LEFT, RIGHT], 0.0)
+    assert state.begin_notifying(8.0)  # once more: nothing can arrive any more
+    assert (list(state.next_round()), state.settle_s(8.0)) == ([LEFT, RIGHT], 0.0)
     assert not state.end()
     for key in (LEFT, RIGHT):
         state.acked(key)
-    assert not state.notify_pending()
-    assert not state.notify(9.0)
+    assert not state.next_round()
+    assert not state.begin_notifying(9.0)
     assert state.end()
 
 
 def test_a_rank_that_did_not_acknowledge_a_failure_is_not_notified_again():
     state = granted()
-    state.mark_in_flight(8.0)
+    state.delay_settling(8.0)
     state.fail("it broke", PushFailure.WRITE)
     state.finish(4.0)
-    state.notify(4.0)
-    state.notify_pending()
+    state.begin_notifying(4.0)
+    state.next_round()
     state.acked(RIGHT)
-    assert [list(state.notify_pending()) for _ in range(3)] == [[LEFT], [LEFT], []]
-    assert state.notify(8.0)
-    assert [list(state.notify_pending()) for _ in range(4)] == [[RIGHT], [RIGHT], [RIGHT], []], "it never answers"
+    assert [list(state.next_round()) for _ in range(3)] == [[LEFT], [LEFT], []]
+    assert state.begin_notifying(8.0)
+    assert [list(state.next_round()) for _ in range(4)] == [[RIGHT], [RIGHT], [RIGHT], []], "it never answers"
     assert state.end()
 
 

@@ -59,7 +59,7 @@ def test_a_failure_comes_before_decode_is_notified_or_counts_for_nothing(ticket:
         with pytest.raises(TimeoutError):
             failing.result(0.05)
         assert ticket.finish(time.monotonic()) is True
-        assert ticket.notify(0.0)
+        assert ticket.begin_notifying(0.0)
     assert ticket.failure is None
 
 

@@ -109,7 +109,7 @@ def test_a_prefill_is_not_retried_when_nobody_waits_for_it() -> None:
                     request.end_attempt()
             assert len(pool.asked) == 1
             assert statuses == [410]
-            assert len(request.tickets[0, "t"].failures) == 1
+            assert len(request.prefills[0, "t"].failures) == 1
             assert len(request.prefill_failures[0]) == 1
             assert request.transfer_failure is None
 

@@ -33,7 +33,7 @@ def engine(url: str) -> RegisteredEngine:
 class Group:
     """Prefills of one request."""
 
-    granted = 0
+    slots_given = 0
 
 
 EngineQueue = Queue[RegisteredEngine]
@@ -354,7 +354,7 @@ async def test_a_prompt_cancelled_as_it_gets_a_slot_does_not_start_its_group() -
     prompt.cancel()
     with pytest.raises(asyncio.CancelledError):
         await prompt
-    assert (group.granted, a.slots_used) == (0, 0)
+    assert (group.slots_given, a.slots_used) == (0, 0)
     assert await queue.acquire([a]) is a
     with anyio.fail_after(5), pytest.raises(NoFreeSlotError):
         await queue.acquire([a], group=group)

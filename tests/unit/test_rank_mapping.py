@@ -175,5 +175,5 @@ def test_a_mapping_to_a_thousand_ranks_looks_at_each_of_them_once():
     """Tickets name the shape, and the model's thread makes the mapping. It took half a second."""
     many, began = sharding(1024), time.process_time()
     mapping = make_mapping(geometry(1, 8, block_size=16), 0, sharding(8), many, 16)
-    assert [target.tp_rank for target in mapping.targets] == list(range(128))
+    assert [target.tp_rank for target in mapping.portions] == list(range(128))
     assert time.process_time() - began < 0.1

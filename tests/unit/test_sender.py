@@ -150,12 +150,12 @@ def sending(
     layout: DecodeLayout = LAYOUT,
     ring: StagingRing | None = None,
     running_time: Any = None,
-    on_written: Callable[..., None] = lambda transfers: None,
+    on_writing_ended: Callable[..., None] = lambda transfers: None,
 ) -> Iterator[Sender]:
     """A sender that knows the decode engine."""
     unused: Any = None
     rank = PrefillRank(unused, ConnectorConfig(), unused, engine, unused, running_time=running_time or RunningTime())
-    sender = Sender("sender", rank, ring, on_written)
+    sender = Sender("sender", rank, ring, on_writing_ended)
     sender.engine_described(layout)
     try:
         yield sender
@@ -220,7 +220,7 @@ def test_a_failed_write_of_one_request_marks_only_that_request_in_flight(engine,
 
 def staged_mapping(**fields: Any) -> RankMapping:
     return RankMapping(
-        BLOCK, MAPPING.targets, planes=1, entries=BLOCK, source_row=TOKEN_BYTES, plane_row=TOKEN_BYTES, **fields
+        BLOCK, MAPPING.portions, planes=1, entries=BLOCK, source_row=TOKEN_BYTES, plane_row=TOKEN_BYTES, **fields
     )
 
 
@@ -399,7 +399,7 @@ def test_an_error_at_the_end_of_transfers_ends_the_sender_and_fails_no_other_req
 
     calls, others = Calls(), [make_transfer("c", 11)]
     calls.proceed.set()
-    with sending(calls, on_written=fail) as sender:
+    with sending(calls, on_writing_ended=fail) as sender:
         first = pushes(transfers)[0]
         first.ready = held = Held(Done())
         sender.put_layer(first)
@@ -500,7 +500,7 @@ def test_what_replaces_kv_that_vllm_took_back_is_not_overtaken_by_it(transfers):
 
 def test_a_failed_write_may_still_deliver_kv_that_vllm_took_back(sender, transfers):
     for transfer in transfers:
-        transfer.state.mark_in_flight(1.0)
+        transfer.state.delay_settling(1.0)
     transfers[0].again = True
     sender.finish(transfers)
     assert sender.barrier().wait(10)
@@ -566,7 +566,7 @@ def test_a_step_and_its_prompts_end_once(transfers):
         worker.push_layer(layer)
     worker.end_step()
     worker.end_step()
-    assert ended == [[transfer], StepEnded(transfer.computed)]
+    assert ended == [[transfer], StepEnded(transfer.prompt_end)]
 
 
 @pytest.mark.parametrize("settles_in_s", [-1.0, 60.0])
@@ -577,7 +577,7 @@ def test_preempted_blocks_are_not_sent_while_a_failed_write_may_read_them(sender
     worker._turns, worker._observer = None, Observer()
     [transfer] = transfers[:1]
     transfer.sender = sender
-    transfer.state.mark_in_flight(sender._rank.running_time() + settles_in_s)
+    transfer.state.delay_settling(sender._rank.running_time() + settles_in_s)
     worker._transfers = {"a": transfer}
     worker.preempted(PrefillStep(preempted={"a"}))
     assert (transfer.state.failure is not None) == (settles_in_s > 0)

@@ -53,7 +53,7 @@ def test_each_byte_arrives(
                 continue
             units = Units.of(mapping.unit, [(0, 1)])
             src = units.offsets(np.array([from_block]), source)
-            for target in mapping.targets:
+            for target in mapping.portions:
                 theirs = decode[target.tp_rank][0].description
                 remote = theirs.tensors[theirs.by_name()[tensor.layer, tensor.part]]
                 geometry = theirs.geometry_of(remote)

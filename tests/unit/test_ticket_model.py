@@ -83,10 +83,10 @@ class ClaimsSuccess(PrefillTicket):
 class TellsSuccessTooSoon(PrefillTicket):
     """Reports success while bytes of a first attempt may still arrive."""
 
-    def notify(self, running):
+    def begin_notifying(self, running):
         if self.phase is not Phase.FINISHED or self.failure is not None:
-            return super().notify(running)
-        told = super().notify(math.inf)
+            return super().begin_notifying(running)
+        told = super().begin_notifying(math.inf)
         self.final = running >= self.settled_at
         return told
 
@@ -110,9 +110,9 @@ class FreesTooSoon(PrefillTicket):
 
 
 class AsksForEver(PrefillTicket):
-    def notify_pending(self):
+    def next_round(self):
         self.rounds = 0
-        return super().notify_pending()
+        return super().next_round()
 
 
 # Decode's guards.

@@ -213,7 +213,7 @@ class TicketModel(Ranks):
         )
         world = world._replace(writes=world.writes - {write} | stray)
         sender = world.senders[transfer]
-        after, _ = self._producers.after(world.producers[transfer], "unsettle", lambda p: p.mark_in_flight(SETTLE_S))
+        after, _ = self._producers.after(world.producers[transfer], "unsettle", lambda p: p.delay_settling(SETTLE_S))
         if not sender.retried:
             again = self._with_sender(world, transfer, Sender(sender.target, retried=True))
             yield f"{describe(write, self._who)} fails, and is tried again", self._produced(again, transfer, after)

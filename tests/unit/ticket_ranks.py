@@ -381,9 +381,9 @@ def _follow(nobody_awaited: bool) -> Any:
     def follow(state: PrefillTicket) -> tuple[list[int], bool, float, bool]:
         telling = state.phase is Phase.NOTIFYING and nobody_awaited
         untold: list[tuple[int, int]] = []
-        while telling or state.notify(0):
+        while telling or state.begin_notifying(0):
             telling = False
-            untold = list(state.notify_pending())
+            untold = list(state.next_round())
             if untold:
                 break
         end = state.end()

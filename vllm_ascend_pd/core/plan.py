@@ -102,8 +102,8 @@ NULL_BLOCK = 0
 
 
 @dataclass(frozen=True)
-class Target:
-    """The part of every source unit that goes to one decode rank: one run of `nbytes`.
+class UnitPortion:
+    """The portion of every source unit that goes to one decode rank: one run of `nbytes`.
 
     Offsets count from the start of the unit, on either side, in bytes.
     """
@@ -132,7 +132,7 @@ class RankMapping:
 
     # Tokens of a unit.
     unit: int
-    targets: tuple[Target, ...]
+    portions: tuple[UnitPortion, ...]
     # The index of this rank among the ranks that hold the same KV and write to the same decode ranks.
     replica_index: int = 0
     # How many of them there are.
@@ -218,13 +218,13 @@ def make_mapping(source: Geometry, rank: int, prefill: Sharding, decode: Shardin
     d_heads = len(decode.heads(0, total))
     if source.order is Order.HEAD_MAJOR or d_heads == source.heads:
         overlaps = (_overlap(source, entries, own, d_rank, decode.heads(d_rank, total)) for d_rank in d_ranks)
-        targets = tuple(target for target in overlaps if target is not None)
+        portions = tuple(portion for portion in overlaps if portion is not None)
         if kept.is_packed_on_the_way:
             rows = kept.entry_bytes, source.entry_bytes
             return RankMapping(
-                unit, targets, replica_index, replicas, (), 0, 1, entries, *rows, packs=True, token_share=share
+                unit, portions, replica_index, replicas, (), 0, 1, entries, *rows, packs=True, token_share=share
             )
-        return RankMapping(unit, targets, replica_index, replicas, token_share=share)
+        return RankMapping(unit, portions, replica_index, replicas, token_share=share)
     group = exchanged_heads(own.start, source.heads, d_heads)
     owners = range(group.start, group.stop, source.heads)
     ranks = tuple(prefill.holders(head, total, prefill.shares[rank])[replica] for head in owners)
@@ -232,7 +232,7 @@ def make_mapping(source: Geometry, rank: int, prefill: Sharding, decode: Shardin
     return RankMapping(
         unit,
         tuple(
-            Target(d_rank, entries * plane_row, plane=(heads.start - group.start) // d_heads)
+            UnitPortion(d_rank, entries * plane_row, plane=(heads.start - group.start) // d_heads)
             for d_rank in d_ranks
             if (heads := decode.heads(d_rank, total)).start in group
         ),
@@ -312,13 +312,13 @@ def _common_unit(source: Geometry, share: TokenShare, decode: Sharding, d_block_
     return unit
 
 
-def _overlap(source: Geometry, entries: int, own: range, d_rank: int, theirs: range) -> Target | None:
+def _overlap(source: Geometry, entries: int, own: range, d_rank: int, theirs: range) -> UnitPortion | None:
     """Returns what goes straight from the cache to `d_rank`: the heads that both hold, in one run."""
     first, last = max(own.start, theirs.start), min(own.stop, theirs.stop)
     if first >= last:
         return None
     per_head = entries * source.head_bytes
-    return Target(
+    return UnitPortion(
         tp_rank=d_rank,
         nbytes=(last - first) * per_head,
         src_offset=(first - own.start) * per_head,
@@ -335,9 +335,9 @@ class Descriptors:
     nbytes: Offsets
 
 
-def descriptors(target: Target, src_units: Offsets, dst_units: Offsets) -> Descriptors:
-    """Returns the copies that bring every unit's share to `target`. Neighbouring copies are merged."""
-    return merge(src_units + target.src_offset, dst_units + target.dst_offset, target.nbytes)
+def descriptors(portion: UnitPortion, src_units: Offsets, dst_units: Offsets) -> Descriptors:
+    """Returns the copies of this portion of every unit. Neighbouring copies are merged."""
+    return merge(src_units + portion.src_offset, dst_units + portion.dst_offset, portion.nbytes)
 
 
 def merge(src: Offsets, dst: Offsets, nbytes: int) -> Descriptors:

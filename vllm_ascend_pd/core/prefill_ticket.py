@@ -149,7 +149,7 @@ class PrefillTicket:
         destination = (self.destinations or {}).get(key)
         return -math.inf if destination is None else destination.until
 
-    def mark_in_flight(self, until: float) -> None:
+    def delay_settling(self, until: float) -> None:
         """Records that a write was given up, whose bytes may arrive until `until`, in running time."""
         with self._changed:
             self.settled_at = max(self.settled_at, until)
@@ -222,8 +222,8 @@ class PrefillTicket:
         return sum(rank.num_bytes for rank in ranks), sum(rank.early_bytes for rank in ranks)
 
     @owned
-    def notify(self, running: float) -> bool:
-        """Returns whether decode must be notified now. `notify_pending` says which ranks.
+    def begin_notifying(self, running: float) -> bool:
+        """Returns whether decode must be notified now. `next_round` says which ranks.
 
         A failure is reported at once. Success is reported only when no byte can arrive any more, because decode then
         uses the blocks. Ranks that acknowledged a failure are notified again when no byte can arrive any more. Ranks
@@ -249,7 +249,7 @@ class PrefillTicket:
         return max(0.0, self.settled_at - running)
 
     @owned
-    def notify_pending(self) -> dict[RankKey, Destination]:
+    def next_round(self) -> dict[RankKey, Destination]:
         """Begins a round of reports. Returns the decode ranks to report to: those that have not acknowledged a report.
 
         The result is empty when all have acknowledged, or after the last round: then decode counts as notified.

@@ -32,7 +32,7 @@ class Send:
     # Whether tokens were sent before that vLLM took back.
     again: bool = False
     # Whether earlier steps have computed them: the ticket came after the prompt had ended.
-    computed: bool = False
+    was_computed: bool = False
 
     def tokens(self, group: int) -> tuple[int, int]:
         """Returns (start, stop) of the tokens that a cache group completes."""

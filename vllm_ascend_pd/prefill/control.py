@@ -143,7 +143,7 @@ class ControlPlane:
             engine = self._engines.get(ticket.issuer)
             if engine is None:
                 name = f"pd-sender-{ticket.remote_host}:{ticket.remote_port}"
-                sender = Sender(name, self._rank, self._ring, self.writes_over)
+                sender = Sender(name, self._rank, self._ring, self.writing_ended)
                 engine = DecodeEngine(ticket.endpoint, ticket.remote_engine_id, sender, endpoints={ticket.endpoint})
                 self._engines[ticket.issuer] = engine
             engine.users += 1
@@ -181,9 +181,9 @@ class ControlPlane:
 
     # On a sender's thread.
 
-    def writes_over(self, transfers: Sequence[Transfer]) -> None:
+    def writing_ended(self, transfers: Sequence[Transfer]) -> None:
         """Says that no write of `transfers` follows. The sender does not touch them any more."""
-        self._client.call(partial(self._writes_over, transfers))
+        self._client.call(partial(self._writing_ended, transfers))
 
     # All that follows runs on the control thread.
 
@@ -364,21 +364,21 @@ class ControlPlane:
         return WriterId(self._rank.info.engine_id, self._rank.info.pp_rank, self._rank.info.rank, number)
 
     @owned
-    def _writes_over(self, transfers: Sequence[Transfer]) -> None:
+    def _writing_ended(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
-            transfer.is_finishing = True
             self._follow(transfer)
 
     def _follow(self, transfer: Transfer) -> None:
         """Takes the next steps of one transfer: ends the writing, asks for grants and renewals, notifies decode."""
         state = transfer.state
-        is_writing = transfer.is_finishing and state.phase is Phase.WRITING
+        is_writing = transfer.writing_ended and state.phase is Phase.WRITING
         if is_writing and state.finish(time.monotonic()) is not None:
             self._rank.observer.on(WritingEnded(transfer.ticket))
-        notify, due, is_over = state.notify(self._rank.running_time()), state.due(time.monotonic()), state.end()
+        is_notified_now, due = state.begin_notifying(self._rank.running_time()), state.due(time.monotonic())
+        is_over = state.end()
         for key in due:
             self._ask(transfer, key)
-        if notify:
+        if is_notified_now:
             self._notify(transfer)
         if is_over:
             del self._transfers[transfer.number]
@@ -412,7 +412,7 @@ class ControlPlane:
             transfer.sender.finish([transfer])
         elif isinstance(answer, GrantRefused):
             self._client.tick_within(GRANT_RETRY_S)
-        if transfer.is_finishing:  # this answer may be all that it waited for
+        if transfer.writing_ended:  # this answer may be all that it waited for
             self._follow(transfer)
 
     # The end.
@@ -420,7 +420,7 @@ class ControlPlane:
     def _notify(self, transfer: Transfer) -> None:
         """Sends a round of reports. The next round follows when each request has an answer or has failed."""
         state = transfer.state
-        pending = state.notify_pending()
+        pending = state.next_round()
         if not pending:
             if not transfer.is_notified:
                 transfer.is_notified = True

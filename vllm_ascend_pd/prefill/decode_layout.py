@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from vllm_ascend_pd.core.bounds import MAX_CACHED_TARGETS
 from vllm_ascend_pd.core.layout import CacheTensor, Geometry, RankCaches
-from vllm_ascend_pd.core.plan import RankMapping, Target, make_mapping, why_slow
+from vllm_ascend_pd.core.plan import RankMapping, UnitPortion, make_mapping, why_slow
 from vllm_ascend_pd.core.prefill_ticket import Destination, RankKey
 from vllm_ascend_pd.core.protocol import EngineDescription
 from vllm_ascend_pd.core.ticket import Ticket
@@ -32,14 +32,14 @@ class LayerTarget:
     key: RankKey
     # The decode rank's Mooncake session.
     session: str
-    # For each tensor that is written: the share of a unit, and how the decode tensor lies in memory.
-    parts: tuple[tuple[Target, Geometry], ...]
-    # Stands for `parts`: targets on one engine have the same number if their parts are equal. A write that was cut for
-    # one of them fits the others.
-    shape: int
-    # For each part: the index of our tensor that it reads.
+    # For each tensor that is written: the portion of a unit, and how the decode tensor lies in memory.
+    portions: tuple[tuple[UnitPortion, Geometry], ...]
+    # Stands for `portions`: targets on one engine have the same number if these are equal. A write that was cut for one
+    # of them fits the others.
+    portions_id: int
+    # For each portion: the index of our tensor that it is read from.
     sources: tuple[int, ...]
-    # For each part: the address of the decode tensor's block 0.
+    # For each portion: the address of the decode tensor's block 0.
     bases: tuple[int, ...]
 
 
@@ -55,7 +55,7 @@ class DecodeLayout:
         # By layer, part and tensor-parallel rank: the decode rank that has the tensor, and its index there.
         self._tensors: dict[tuple[str, int, int], tuple[RankKey, int]] = {}
         self._targets: dict[tuple[str, int], tuple[RankMapping, tuple[LayerTarget, ...]]] = {}
-        self._shapes: dict[tuple[tuple[Target, Geometry], ...], int] = {}
+        self._portions_ids: dict[tuple[tuple[UnitPortion, Geometry], ...], int] = {}
         self._covers: dict[ServedMappings, dict[RankKey, tuple[int, ...]]] = {}
         smallest: dict[tuple[int, int], tuple[CacheTensor, Geometry]] = {}
         for key, rank in self.ranks.items():
@@ -90,25 +90,24 @@ class DecodeLayout:
             known = self._targets[at] = mapping, tuple(self._target(key, of) for key, of in found.items())
         return known[1]
 
-    def _target(self, key: RankKey, found: Sequence[tuple[int, Target, int]]) -> LayerTarget:
+    def _target(self, key: RankKey, found: Sequence[tuple[int, UnitPortion, int]]) -> LayerTarget:
         rank = self.ranks[key]
         theirs = [rank.caches.tensors[index] for _, _, index in found]
-        shares = [target for _, target, _ in found]
-        parts = tuple(zip(shares, map(rank.caches.geometry_of, theirs), strict=True))
-        shape = self._shapes.setdefault(parts, len(self._shapes))
+        portions = tuple(zip((portion for _, portion, _ in found), map(rank.caches.geometry_of, theirs), strict=True))
+        portions_id = self._portions_ids.setdefault(portions, len(self._portions_ids))
         bases = tuple(tensor.base for tensor in theirs)
-        return LayerTarget(key, rank.session, parts, shape, tuple(n for n, _, _ in found), bases)
+        return LayerTarget(key, rank.session, portions, portions_id, tuple(n for n, _, _ in found), bases)
 
     def _by_rank(
         self, tensors: Sequence[CacheTensor], mappings: Mapping[int, RankMapping]
-    ) -> dict[RankKey, list[tuple[int, Target, int]]]:
-        """Returns for each decode rank: the index of our tensor, the share of its units, and decode's index."""
-        found: dict[RankKey, list[tuple[int, Target, int]]] = {}
+    ) -> dict[RankKey, list[tuple[int, UnitPortion, int]]]:
+        """Returns for each decode rank: the index of our tensor, the portion of its units, and decode's index."""
+        found: dict[RankKey, list[tuple[int, UnitPortion, int]]] = {}
         for n, tensor in enumerate(tensors):
             if tensor.geometry in mappings:
-                for target in mappings[tensor.geometry].targets:
-                    key, index = self._tensors[tensor.layer, tensor.part, target.tp_rank]
-                    found.setdefault(key, []).append((n, target, index))
+                for portion in mappings[tensor.geometry].portions:
+                    key, index = self._tensors[tensor.layer, tensor.part, portion.tp_rank]
+                    found.setdefault(key, []).append((n, portion, index))
         return found
 
 
@@ -139,7 +138,7 @@ class RankMappings:
                 self._mappings.clear()
                 self._kept = 0
             self._mappings[key] = mapping
-            self._kept += len(mapping.targets) + len(decode.shares)
+            self._kept += len(mapping.portions) + len(decode.shares)
             slow = why_slow(mapping, geometry, rank_info.sharding, decode, d_block_sizes[geometry.group])
             if slow is not None and not self._warned_of_pieces:
                 self._warned_of_pieces = True

@@ -31,7 +31,7 @@ from vllm_ascend_pd.core.ticket_params import (
     TRANSFER_ID,
 )
 from vllm_ascend_pd.prefill.holding_room import HoldingRoom
-from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt
+from vllm_ascend_pd.prefill.outgoing_transfer import OutgoingPrompt
 from vllm_ascend_pd.prefill.ticket_listener import EARLY_S, Fate, OfferedTicket, TicketListener
 
 logger = logging.getLogger(__name__)
@@ -48,19 +48,19 @@ _NO_ROOM = (
 class HeldPrompts:
     """Brings prompts and tickets together.
 
-    inbox: has decode's tickets.
+    listener: has decode's tickets.
     engine_id: of this start of the engine, which answers name.
     hold_timeout_s: how long a computed prompt waits for its ticket, or for decode to ask about that.
     requests: compares prompts.
     blocks: says which requests are ready.
     needs: how many blocks prompts take.
     left_to_decode: how many of a prompt's tokens no ticket is for (`core/caches.py`).
-    secret: signs the inbox's address, which routers hand to decode. None: it is not signed.
+    secret: signs the listener's address, which routers hand to decode. None: it is not signed.
     """
 
     def __init__(
         self,
-        inbox: TicketListener,
+        listener: TicketListener,
         engine_id: str,
         hold_timeout_s: float,
         requests: EngineRequests,
@@ -69,7 +69,7 @@ class HeldPrompts:
         left_to_decode: int,
         secret: Secret | None = None,
     ) -> None:
-        self.inbox = inbox
+        self.listener = listener
         self._engine_id = engine_id
         self._hold_timeout_s = hold_timeout_s
         self._requests = requests
@@ -81,14 +81,14 @@ class HeldPrompts:
         # Makes transfer ids that nobody can guess.
         self._key = secrets.token_bytes(32)
         # Those that wait for a ticket, by transfer id.
-        self._prompts: dict[str, list[ComputedPrompt]] = {}
+        self._prompts: dict[str, list[OutgoingPrompt]] = {}
         # When prompts may start.
         self.room = HoldingRoom(needs)
 
     @property
     def is_idle(self) -> bool:
         """Whether no prompt waits for a ticket and nothing waits for a prompt, so that a step has nothing to do."""
-        return not (self._prompts or self.inbox.has_waiting)
+        return not (self._prompts or self.listener.has_waiting)
 
     @property
     def any_ended(self) -> bool:
@@ -100,17 +100,17 @@ class HeldPrompts:
         return hashlib.blake2b(request.encode(), key=self._key, digest_size=16).hexdigest()
 
     @owned
-    def add(self, prompt: ComputedPrompt, transfer_id: str) -> None:
+    def add(self, prompt: OutgoingPrompt, transfer_id: str) -> None:
         """A request for a prompt without a ticket has come."""
-        with self.inbox.waiting() as waiting:
+        with self.listener.waiting() as waiting:
             self._take_releases(waiting)  # those that are over are not for this prompt
         prompt.transfer_id = transfer_id
         self._prompts.setdefault(transfer_id, []).append(prompt)
-        self.inbox.prompt_came(transfer_id)
+        self.listener.prompt_came(transfer_id)
         self.room.add(prompt.request.request_id, self._blocks_of(prompt.request))
 
     @owned
-    def free(self, prompt: ComputedPrompt, reason: str) -> None:
+    def free(self, prompt: OutgoingPrompt, reason: str) -> None:
         """The prompt's blocks are freed without a ticket. Tickets for it are refused from now on.
 
         After a release they are not: a ticket that comes is for another prompt of the same request.
@@ -119,14 +119,14 @@ class HeldPrompts:
         assert transfer_id is not None
         self._remove(prompt)
         if transfer_id not in self._prompts and not prompt.is_released:
-            self.inbox.refuse(transfer_id, reason)
+            self.listener.refuse(transfer_id, reason)
 
     @owned
     def refuse(self, transfer_id: str, reason: str) -> None:
         """A request's prompt will not be kept. No prompt of the same request will be, for the same reason."""
-        self.inbox.refuse(transfer_id, reason)
+        self.listener.refuse(transfer_id, reason)
 
-    def _remove(self, prompt: ComputedPrompt) -> None:
+    def _remove(self, prompt: OutgoingPrompt) -> None:
         transfer_id, prompt.transfer_id = prompt.transfer_id, None
         assert transfer_id is not None
         self._prompts[transfer_id].remove(prompt)
@@ -135,7 +135,7 @@ class HeldPrompts:
         self.room.remove(prompt.request.request_id)
 
     @owned
-    def end_request(self, prompt: ComputedPrompt) -> dict[str, Any]:
+    def end_request(self, prompt: OutgoingPrompt) -> dict[str, Any]:
         """The request has ended, and vLLM keeps its blocks: the ticket must come in time.
 
         Returns the `kv_transfer_params` of its response, which the router hands to decode.
@@ -147,12 +147,12 @@ class HeldPrompts:
             "do_remote_decode": False,
             "remote_engine_id": self._engine_id,
             TRANSFER_ID: prompt.transfer_id,
-            TICKET_HOST: self.inbox.host,
-            TICKET_PORT: self.inbox.port,
+            TICKET_HOST: self.listener.host,
+            TICKET_PORT: self.listener.port,
             HOLD_S: self._hold_timeout_s,
         }
         if self._secret is not None:
-            where = (self._engine_id, self.inbox.host, self.inbox.port)
+            where = (self._engine_id, self.listener.host, self.listener.port)
             params[TICKET_LISTENER_SIGNATURE] = sign_listener(self._secret, *where, prompt.transfer_id)
         return params
 
@@ -179,7 +179,7 @@ class HeldPrompts:
                 self._give_up(prompt, _NO_ROOM)
 
     @owned
-    def overdue(self) -> list[tuple[ComputedPrompt, str]]:
+    def overdue(self) -> list[tuple[OutgoingPrompt, str]]:
         """Returns prompts of ended requests whose blocks need not be held any more, each with the reason.
 
         A decode engine that has no room for a prompt yet asks about its ticket: that renews the hold.
@@ -187,7 +187,7 @@ class HeldPrompts:
         now = self._clock()
         for prompt in self._all():
             if prompt.hold_until is not None and prompt.hold_until <= now and prompt.transfer_id is not None:
-                asked_at = self.inbox.asked_at(prompt.transfer_id)
+                asked_at = self.listener.asked_at(prompt.transfer_id)
                 if asked_at is not None:
                     prompt.hold_until = min(asked_at + self._hold_timeout_s, prompt.hold_latest)
         late = f"neither a ticket nor a question about one came for {self._hold_timeout_s:g} s"
@@ -198,12 +198,12 @@ class HeldPrompts:
         ]
 
     @owned
-    def match(self, serve: Callable[[ComputedPrompt, Ticket], None]) -> None:
+    def match(self, serve: Callable[[OutgoingPrompt, Ticket], None]) -> None:
         """Gives waiting tickets to their prompts.
 
         serve: hands the prompt to the ranks. Raises TicketError if the ticket does not fit it, or is not served.
         """
-        with self.inbox.waiting() as waiting:
+        with self.listener.waiting() as waiting:
             self._take_releases(waiting)
             for offered in waiting:
                 if not isinstance(offer := offered.message, OfferTicket):
@@ -216,18 +216,18 @@ class HeldPrompts:
                         offered.tried.add(prompt.request.request_id)
                         continue
                     self._remove(prompt)
-                    self.inbox.settle(offered, Fate.SERVED)
+                    self.listener.settle(offered, Fate.SERVED)
                     break
                 else:
                     if not all(self._is_ready(prompt) for prompt in self._open(offer.transfer_id)):
                         offered.expires_at = self._clock() + EARLY_S  # one of these may take it when it is ready
 
-    def _give_up(self, prompt: ComputedPrompt, reason: str) -> None:
+    def _give_up(self, prompt: OutgoingPrompt, reason: str) -> None:
         if prompt.given_up is None:
             prompt.given_up = reason
             logger.warning("request %s: its prompt is freed without a ticket: %s", prompt.request.request_id, reason)
 
-    def _candidates(self, offer: OfferTicket, tried: set[str]) -> list[ComputedPrompt]:
+    def _candidates(self, offer: OfferTicket, tried: set[str]) -> list[OutgoingPrompt]:
         """Returns the prompts that a ticket may be for, the likelier ones first."""
         prompts = self._open(offer.transfer_id)
         candidates = [prompt for prompt in prompts if self._is_ready(prompt) and prompt.request.request_id not in tried]
@@ -250,15 +250,15 @@ class HeldPrompts:
                 for prompt in named[:1]:
                     prompt.given_up, prompt.is_released = release.reason, True
                 if named or is_over:
-                    self.inbox.settle(each, Fate.OVER)
+                    self.listener.settle(each, Fate.OVER)
 
-    def _all(self) -> list[ComputedPrompt]:
+    def _all(self) -> list[OutgoingPrompt]:
         return [prompt for prompts in self._prompts.values() for prompt in prompts]
 
-    def _open(self, transfer_id: str) -> list[ComputedPrompt]:
+    def _open(self, transfer_id: str) -> list[OutgoingPrompt]:
         return [prompt for prompt in self._prompts.get(transfer_id, []) if prompt.given_up is None]
 
-    def _is_ready(self, prompt: ComputedPrompt) -> bool:
+    def _is_ready(self, prompt: OutgoingPrompt) -> bool:
         """Whether a ticket can be compared with the prompt. It may come before the prompt starts, which then does not
         wait for room any more."""
         return self._blocks.is_ready(prompt.request)
@@ -267,11 +267,11 @@ class HeldPrompts:
         """Returns the most blocks that the request has at a time."""
         return self._needs.of(request.num_prompt_tokens + request.max_tokens)
 
-    def _num_tokens(self, prompt: ComputedPrompt) -> int:
+    def _num_tokens(self, prompt: OutgoingPrompt) -> int:
         """How many tokens a ticket for the prompt is for."""
         return prompt.request.num_prompt_tokens + prompt.is_cut - self._left_to_decode
 
-    def _is_for(self, release: ReleasePrompt, prompt: ComputedPrompt) -> bool:
+    def _is_for(self, release: ReleasePrompt, prompt: OutgoingPrompt) -> bool:
         """Whether this prompt, of those with the same transfer id, is the released one, or equals it."""
         if release.num_tokens != self._num_tokens(prompt):
             return False

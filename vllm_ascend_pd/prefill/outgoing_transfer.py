@@ -15,7 +15,7 @@ from vllm_ascend_pd.core.ticket import Ticket, TicketError
 
 
 @dataclass
-class ComputedPrompt:
+class OutgoingPrompt:
     """The prompt of a request that has a ticket, or that waits for one."""
 
     request: ScheduledRequest
@@ -99,7 +99,7 @@ class ComputedPrompt:
 class OutgoingTransfer:
     """A prompt with its ticket, until all ranks have reported it as sent."""
 
-    prompt: ComputedPrompt
+    prompt: OutgoingPrompt
     ticket: Ticket
     # By cache group, in tokens: each part of the prompt but the last one ends at a multiple of this.
     align: tuple[int, ...]
@@ -119,7 +119,7 @@ class OutgoingTransfer:
     failure: str | None = None
 
     @classmethod
-    def of(cls, prompt: ComputedPrompt, ticket: Ticket, groups: Sequence[CacheGroup]) -> "OutgoingTransfer":
+    def of(cls, prompt: OutgoingPrompt, ticket: Ticket, groups: Sequence[CacheGroup]) -> "OutgoingTransfer":
         """The transfer of a prompt of an engine with these cache groups."""
         spans = {
             i: math.lcm(group.span, ticket.span(i)) for i, group in enumerate(groups) if isinstance(group, TokenGroup)
@@ -171,7 +171,7 @@ class WindowHolds:
         """
         return any(ticket.span(index) > group.span for index, group in self._windowed)
 
-    def hold_for(self, ticket: Ticket, prompt: ComputedPrompt, sent: Sequence[int]) -> None:
+    def hold_for(self, ticket: Ticket, prompt: OutgoingPrompt, sent: Sequence[int]) -> None:
         """Holds what decode has blocks for and was not sent. `sent`: how many tokens of the prompt were, by group."""
         for index, group in self._windowed:
             decode_blocks, decode_span = ticket.remote_block_ids[index], ticket.span(index)
@@ -185,7 +185,7 @@ class WindowHolds:
                     self._hold(prompt, prompt.blocks[index][number])
             prompt.held_to[index] = stop
 
-    def hold_end(self, prompt: ComputedPrompt) -> None:
+    def hold_end(self, prompt: OutgoingPrompt) -> None:
         """The prompt is computed and has no ticket: holds what a decode engine with blocks of this length wants."""
         length = prompt.request.num_prompt_tokens
         for index, group in self._windowed:
@@ -195,7 +195,7 @@ class WindowHolds:
                     self._hold(prompt, prompt.blocks[index][number])
                 prompt.held_to[index] = stop
 
-    def check(self, ticket: Ticket, prompt: ComputedPrompt) -> None:
+    def check(self, ticket: Ticket, prompt: OutgoingPrompt) -> None:
         """Raises TicketError if decode wants tokens of a window whose blocks may be another request's by now."""
         length = prompt.request.num_prompt_tokens
         for index, group in self._windowed:
@@ -209,12 +209,12 @@ class WindowHolds:
                     f"those from {kept} on: the ticket came after they were computed, and decode's blocks are longer"
                 )
 
-    def _hold(self, prompt: ComputedPrompt, block: int) -> None:
+    def _hold(self, prompt: OutgoingPrompt, block: int) -> None:
         if block != NULL_BLOCK:
             self._blocks.hold([block])
             prompt.held.append(block)
 
-    def release(self, prompt: ComputedPrompt) -> None:
+    def release(self, prompt: OutgoingPrompt) -> None:
         """Nothing reads the prompt's blocks any more."""
         if prompt.held:
             self._blocks.release(prompt.held)

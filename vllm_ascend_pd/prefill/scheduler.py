@@ -24,7 +24,7 @@ from vllm_ascend_pd.core.ticket_params import (
     is_transfer_id,
 )
 from vllm_ascend_pd.prefill.held_prompts import HeldPrompts
-from vllm_ascend_pd.prefill.outgoing_transfer import ComputedPrompt, OutgoingTransfer, WindowHolds
+from vllm_ascend_pd.prefill.outgoing_transfer import OutgoingPrompt, OutgoingTransfer, WindowHolds
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.transport.wakeup import IdleWait
 
@@ -76,7 +76,7 @@ class PrefillScheduler(ConnectorRole):
         self._survives_faults = survives_faults
         self._has_states = any(group.holds_state for group in groups)
         self._windows = WindowHolds(groups, blocks)
-        self._prompts: dict[str, ComputedPrompt] = {}  # those with a ticket or that wait for one, by request id
+        self._prompts: dict[str, OutgoingPrompt] = {}  # those with a ticket or that wait for one, by request id
         self._transfers: dict[str, OutgoingTransfer] = {}  # those with a ticket, by request id
         self._not_started: dict[str, ScheduledRequest] = {}  # requests that came with a ticket, until they have blocks
         self._refused: dict[str, str] = {}  # requests whose prompts are not sent -> why
@@ -137,7 +137,7 @@ class PrefillScheduler(ConnectorRole):
             self._refuse(request, reason)
             return
         assert isinstance(transfer_id, str)
-        prompt = ComputedPrompt(request, self._requests.preemptions(request), is_cut=self._has_states)
+        prompt = OutgoingPrompt(request, self._requests.preemptions(request), is_cut=self._has_states)
         if prompt.is_cut:
             self._requests.drop_last_prompt_token(request)
         self._prompts[request.request_id] = prompt
@@ -157,7 +157,7 @@ class PrefillScheduler(ConnectorRole):
         params = request.kv_transfer_params
         if not carries_ticket(params) or request.request_id in self._refused:
             return
-        prompt = ComputedPrompt(request, (self._requests.preemptions(request)[0], False))
+        prompt = OutgoingPrompt(request, (self._requests.preemptions(request)[0], False))
         prompt.start(blocks)
         try:
             self._serve(prompt, params)
@@ -177,7 +177,7 @@ class PrefillScheduler(ConnectorRole):
     def _parse(self, request: ScheduledRequest, params: object) -> Ticket:
         return parse_ticket(params, request.num_prompt_tokens, self._groups)
 
-    def _serve(self, prompt: ComputedPrompt, params: object) -> OutgoingTransfer:
+    def _serve(self, prompt: OutgoingPrompt, params: object) -> OutgoingTransfer:
         """Has the ranks send the prompt for a ticket.
 
         Raises TicketError if the ticket is not for this prompt, or cannot be served.
@@ -229,11 +229,11 @@ class PrefillScheduler(ConnectorRole):
             self._held.make_room(self._without_blocks)
             self._free_expired(step, self._held)
             step.awaits_tickets = self._held.any_ended
-            step.wakeup_address = self._held.inbox.wakeup_address if step.awaits_tickets else ""
+            step.wakeup_address = self._held.listener.wakeup_address if step.awaits_tickets else ""
         step.wait_s = self._idle.next(step.computes, news=step.has_news)
         return step
 
-    def _running(self, request_id: str) -> ComputedPrompt | None:
+    def _running(self, request_id: str) -> OutgoingPrompt | None:
         prompt = self._prompts.get(request_id)
         return None if prompt is None or prompt.ended else prompt
 
@@ -261,7 +261,7 @@ class PrefillScheduler(ConnectorRole):
             self._prompts[request_id].start(())
         return preempted & self._transfers.keys()
 
-    def _was_preempted(self, prompt: ComputedPrompt) -> bool:
+    def _was_preempted(self, prompt: OutgoingPrompt) -> bool:
         """Whether the request was preempted since the last call.
 
         Some schedulers do not name the requests that they preempt, and some of those do not count preemptions either.
@@ -270,7 +270,7 @@ class PrefillScheduler(ConnectorRole):
         prompt.preempted = times, is_now = self._requests.preemptions(prompt.request)
         return times != before[0] or (is_now and not before[1])
 
-    def _computes(self, step: PrefillStep, prompt: ComputedPrompt, computed: int, output: "SchedulerOutput") -> None:
+    def _computes(self, step: PrefillStep, prompt: OutgoingPrompt, computed: int, output: "SchedulerOutput") -> None:
         """The request runs in this step. `computed`: tokens computed before it."""
         request_id = prompt.request.request_id
         if computed < prompt.done:
@@ -318,7 +318,7 @@ class PrefillScheduler(ConnectorRole):
     def _take_tickets(self, step: PrefillStep, held: HeldPrompts) -> None:
         """Serves tickets that have come for prompts without one: what is computed already is sent in this step."""
 
-        def serve(prompt: ComputedPrompt, offered: Ticket) -> None:
+        def serve(prompt: OutgoingPrompt, offered: Ticket) -> None:
             transfer = self._serve(prompt, offered)
             if prompt.done:
                 step.late.add(prompt.request.request_id)
@@ -343,7 +343,7 @@ class PrefillScheduler(ConnectorRole):
             held.free(prompt, reason)
             step.unsent.add(prompt.request.request_id)
 
-    def _take_back(self, prompt: ComputedPrompt, token: int) -> None:
+    def _take_back(self, prompt: OutgoingPrompt, token: int) -> None:
         """KV of the prompt from `token` on is not there, although vLLM had counted it. It is sent again once a step has
         computed it again."""
         prompt.take_back(token, is_lost=bool(self._windows) and token < prompt.request.num_prompt_tokens)
@@ -369,7 +369,7 @@ class PrefillScheduler(ConnectorRole):
                     transfer.take_back(0)  # it was sent before the preemption
         self._blocks.evict(wrong)  # vLLM leaves some in its prefix cache, even if no step computes them again
 
-    def _evict_computed(self, prompt: ComputedPrompt) -> None:
+    def _evict_computed(self, prompt: OutgoingPrompt) -> None:
         """Takes what an aborted request has computed or loaded out of the prefix cache.
 
         A step under way may still report that a load has failed. vLLM then evicts only blocks of requests that run.
@@ -436,7 +436,7 @@ class PrefillScheduler(ConnectorRole):
         self._step.finished[request_id] = incomplete
         return True, params
 
-    def _why_incomplete(self, prompt: ComputedPrompt, complete: bool) -> str | None:
+    def _why_incomplete(self, prompt: OutgoingPrompt, complete: bool) -> str | None:
         """Returns why the KV of a prompt whose request has ended is not complete; None if it is.
 
         `complete`: whether the steps were to complete it. It is if vLLM has seen their outputs, too.
@@ -447,7 +447,7 @@ class PrefillScheduler(ConnectorRole):
             return _ABORTED
         return None if complete else _TAKEN_BACK
 
-    def _ended_without_ticket(self, held: HeldPrompts, prompt: ComputedPrompt) -> tuple[bool, dict[str, Any] | None]:
+    def _ended_without_ticket(self, held: HeldPrompts, prompt: OutgoingPrompt) -> tuple[bool, dict[str, Any] | None]:
         """As `end_request`, of a request whose ticket has not come."""
         held.make_room(self._without_blocks)
         reason = self._why_incomplete(prompt, prompt.is_complete) or prompt.given_up
@@ -458,7 +458,7 @@ class PrefillScheduler(ConnectorRole):
         prompt.ended = True
         return True, held.end_request(prompt)
 
-    def _forget(self, prompt: ComputedPrompt) -> None:
+    def _forget(self, prompt: OutgoingPrompt) -> None:
         request_id = prompt.request.request_id
         self._windows.release(prompt)
         del self._prompts[request_id]
@@ -467,4 +467,4 @@ class PrefillScheduler(ConnectorRole):
             self._admission.release(transfer.ticket, delivered=transfer.failure is None)
             self._observer.on(PushEnded(request_id, transfer.ticket, transfer.failure))
             if self._held is not None:
-                self._held.inbox.end(transfer.ticket.ticket_id)
+                self._held.listener.end(transfer.ticket.ticket_id)

@@ -53,7 +53,7 @@ class _Write:
     """A write to one decode rank, of layers that leave together."""
 
     layers: Sequence[LayerPush]
-    # Of each layer. All have one shape.
+    # Of each layer. All have equal portions.
     targets: Sequence[LayerTarget]
     paged: PagedWrite
     # The requests that it is for, as indices.
@@ -86,14 +86,14 @@ class Sender:
         name: str,
         rank: PrefillRank,
         ring: StagingRing | None,
-        on_written: Callable[[Sequence[Transfer]], None],
+        on_writing_ended: Callable[[Sequence[Transfer]], None],
     ) -> None:
-        """Starts the thread. `on_written`: called when no write of these transfers follows."""
+        """Starts the thread. `on_writing_ended`: called when no write of these transfers follows."""
         self._rank = rank
         self._engine = rank.engine
         self._observer = rank.observer
         self._ring = ring
-        self._on_written = on_written
+        self._on_writing_ended = on_writing_ended
         # How long a layer's bytes may take until they can be read.
         self._ready_timeout_s = rank.config.collective_timeout_s + rank.config.write_timeout_s
         # The control thread sets it before any transfer's destinations; this thread reads it after those.
@@ -292,13 +292,13 @@ class Sender:
         if not (isinstance(task, LayerPush) and task.step_send is step_send and task.ready.is_done()):
             return None
         ours, theirs = (layout.targets(each.tensors, step_send.mapping) for each in (layer, task))
-        if [(t.key, t.shape) for t in ours] != [(t.key, t.shape) for t in theirs]:
+        if [(t.key, t.portions_id) for t in ours] != [(t.key, t.portions_id) for t in theirs]:
             return None
         self._taken.popleft()
         return task
 
     def _write(self, layers: Sequence[LayerPush], targets: Sequence[LayerTarget]) -> None:
-        """Begins to write layers to one decode rank. `targets`: of each layer, all of one shape."""
+        """Begins to write layers to one decode rank. `targets`: of each layer, with equal portions."""
         key, session, limits = targets[0].key, targets[0].session, self._engine.limits
         self._await_turn(session)  # a request that fails meanwhile is not written
         step_send, target = layers[0].step_send, targets[0]
@@ -413,7 +413,7 @@ class Sender:
     def _write_apart(self, push: LayerPush, target: LayerTarget, write: _Write) -> list[int]:
         """Writes once for each request that has not failed and whose lease runs. Returns those that were delivered."""
         key, error = target.key, write.error
-        self._mark_in_flight(push, write.live, error)
+        self._delay_settling(push, write.live, error)
         logger.warning("layer %s to decode rank %s: %s; trying each request by itself", push.layer, key, error)
         delivered = []
         for i in write.live:
@@ -424,7 +424,7 @@ class Sender:
             try:
                 self._write_twice(push, target, i)
             except TransferError as final:
-                self._mark_in_flight(push, (i,), final)
+                self._delay_settling(push, (i,), final)
                 transfer.state.fail(f"writing to decode rank {key} failed: {final.reason}", PushFailure.WRITE)
             if transfer.state.failure is None:
                 delivered.append(i)
@@ -446,27 +446,27 @@ class Sender:
         except TransferError as error:
             if not error.retryable:
                 raise
-            self._mark_in_flight(push, (request,), error)
+            self._delay_settling(push, (request,), error)
             time.sleep(_RETRY_PAUSE_S)
             if transfer.state.await_write(target.key):
                 self._observer.on(WriteRetried())
                 once()
 
-    def _mark_in_flight(self, push: LayerPush, requests: Sequence[int], error: TransferError) -> None:
+    def _delay_settling(self, push: LayerPush, requests: Sequence[int], error: TransferError) -> None:
         """Records that a failed write may still read its source and write to decode for a while."""
         if error.may_arrive:
             push.settled_at = self._rank.running_time() + self._engine.limits.settle_s
             for i in requests:
-                push.step_send.transfers[i].state.mark_in_flight(push.settled_at)
+                push.step_send.transfers[i].state.delay_settling(push.settled_at)
 
     # The end.
 
     def _reach(self, mark: Mark) -> None:
         """Ends the mark's transfers, of which no write follows. An error ends the thread: they would wait for ever."""
-        written = [transfer for transfer in mark.transfers if not transfer.is_written]
+        ended = [transfer for transfer in mark.transfers if not transfer.writing_ended]
         try:
             now = self._rank.loaded.current
-            for transfer in written:
+            for transfer in ended:
                 # Decode was told of the weights that the transfer began with (R8). They change only between steps, and
                 # the prompt's last layer has been computed by now.
                 before = transfer.weights
@@ -477,9 +477,9 @@ class Sender:
                 if transfer.again and transfer.state.settled_at > -math.inf:
                     reason = "what a failed write has left under way may be KV that vLLM took back"
                     transfer.state.fail(reason, PushFailure.WRITE)
-                transfer.is_written = True
-            if written:
-                self._on_written(written)
+                transfer.writing_ended = True
+            if ended:
+                self._on_writing_ended(ended)
         except Exception as error:  # noqa: BLE001 - `check` raises it; not that of the write that waits meanwhile
             self._break(error)
         mark.reached.set()

@@ -38,10 +38,10 @@ class StepPlan:
     last: list[Transfer] = field(default_factory=list)
     # Those of them of which vLLM takes nothing back any more, and whose end was not queued yet.
     confirmed: list[Transfer] = field(default_factory=list)
-    # As `sends`, of what earlier steps have computed, and the transfers that end with it. It is sent when the step
-    # begins.
-    computed: dict[int, list[StepSend]] = field(default_factory=dict)
-    computed_transfers: list[Transfer] = field(default_factory=list)
+    # As `sends`, of what earlier steps have computed and is sent when this one begins; and the transfers that end with
+    # it.
+    at_once: dict[int, list[StepSend]] = field(default_factory=dict)
+    sent_at_once: list[Transfer] = field(default_factory=list)
 
     @property
     def all_sends(self) -> list[StepSend]:
@@ -92,7 +92,7 @@ class Planner:
             if send.start < send.stop:
                 ticket = transfer.ticket
                 there = (ticket.issuer, ticket.sharding, tuple(ticket.remote_block_size), ticket.remote_draft)
-                shape = (*there, send.computed)
+                shape = (*there, send.was_computed)
                 slices.setdefault(shape, []).append((transfer, send))
         for group in slices.values():
             ticket = group[0][0].ticket
@@ -102,14 +102,14 @@ class Planner:
                 if is_known and (step_sends := self._plan_geometry(plan, index, ticket, group)):
                     planned[index] = step_sends
             # All sends of a group have been computed before, or none.
-            at_once = group[0][1].computed and self._is_sent_at_once(group, planned)
+            is_at_once = group[0][1].was_computed and self._is_sent_at_once(group, planned)
             for index, step_sends in planned.items():
-                (plan.computed if at_once else plan.sends).setdefault(index, []).extend(step_sends)
-            if at_once:
-                plan.computed_transfers.extend(transfer for transfer, _ in group)
-        if plan.computed_transfers:
+                (plan.at_once if is_at_once else plan.sends).setdefault(index, []).extend(step_sends)
+            if is_at_once:
+                plan.sent_at_once.extend(transfer for transfer, _ in group)
+        if plan.sent_at_once:
             for ending in (plan.last, plan.confirmed):
-                ending[:] = [transfer for transfer in ending if transfer not in plan.computed_transfers]
+                ending[:] = [transfer for transfer in ending if transfer not in plan.sent_at_once]
         return plan
 
     def _is_sent_at_once(self, slices: list[tuple[Transfer, Send]], planned: Mapping[int, list[StepSend]]) -> bool:

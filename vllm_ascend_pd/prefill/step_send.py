@@ -24,7 +24,7 @@ from vllm_ascend_pd.core.plan import (
     Descriptors,
     Offsets,
     RankMapping,
-    Target,
+    UnitPortion,
     Units,
     descriptors,
 )
@@ -129,24 +129,24 @@ class StepSend:
 
     @owned
     def write_to(self, target: LayerTarget, limits: TransferLimits) -> PagedWrite:
-        """Returns the write of all requests to `target`. It is the same for all targets of its shape."""
-        write = self.writes.get(target.shape)
+        """Returns the write of all requests to `target`. It is the same for all targets with equal portions."""
+        write = self.writes.get(target.portions_id)
         if write is None:
-            write = self.writes[target.shape] = self.write_of(range(len(self.transfers)), target, limits)
+            write = self.writes[target.portions_id] = self.write_of(range(len(self.transfers)), target, limits)
         return write
 
     @owned
     def write_of(self, requests: Sequence[int], target: LayerTarget, limits: TransferLimits) -> PagedWrite:
         """Returns the write of some requests to `target`."""
-        parts: dict[tuple[Target, Geometry], tuple[Descriptors, Offsets]] = {}  # K and V are often the same
+        copies: dict[tuple[UnitPortion, Geometry], tuple[Descriptors, Offsets]] = {}  # K and V are often the same
         num_bytes = np.zeros(len(self.transfers), dtype=np.int64)
-        for part in target.parts:
-            if part not in parts:
-                parts[part] = self._copies(requests, *part)
-            num_bytes += parts[part][1]
-        return PagedWrite([parts[part][0] for part in target.parts], limits, num_bytes.tolist())
+        for portion in target.portions:
+            if portion not in copies:
+                copies[portion] = self._copies(requests, *portion)
+            num_bytes += copies[portion][1]
+        return PagedWrite([copies[portion][0] for portion in target.portions], limits, num_bytes.tolist())
 
-    def _copies(self, requests: Sequence[int], portion: Target, theirs: Geometry) -> tuple[Descriptors, Offsets]:
+    def _copies(self, requests: Sequence[int], portion: UnitPortion, theirs: Geometry) -> tuple[Descriptors, Offsets]:
         """Returns some requests' copies to a decode tensor of the geometry `theirs`, and the bytes of each request.
 
         `portion`: what goes there of every unit. Source offsets count from our tensor's block 0, or from the tensor's
@@ -192,14 +192,14 @@ class StepSend:
 
         `num_bytes`: of each request.
         """
-        ends = {transfer.computed for transfer in self.transfers}
+        ends = {transfer.prompt_end for transfer in self.transfers}
         over = {end for end in ends if end is not None and end.is_done()}
         there = self._at(key)
         for i in delivered:
             destination = there[i]
             assert destination is not None
             destination.num_bytes += num_bytes[i]
-            if not over or self.transfers[i].computed not in over:
+            if not over or self.transfers[i].prompt_end not in over:
                 destination.early_bytes += num_bytes[i]
 
 
@@ -344,7 +344,7 @@ class LayerPush:
         return True
 
     def sources(self, target: LayerTarget) -> list[int]:
-        """Returns the addresses that the source offsets of each part of the target count from."""
+        """Returns the addresses that the source offsets of each of the target's portions count from."""
         if not self.step_send.mapping.is_staged:
             return [self.tensors[n].base for n in target.sources]
         assert self._slot is not None

@@ -50,8 +50,8 @@ class Transfer:
 
         # The model's thread owns it.
 
-        # The end of the prompt's last layer. The sender reads it, after it was told that the transfer ends.
-        self.computed: Event | None = None
+        # When the prompt's last layer was computed. The sender reads it, after it was told that the transfer ends.
+        self.prompt_end: Event | None = None
         # What was taken of its KV for `verify_kv`: one entry for each step and geometry. Empty if it is not verified.
         # The control thread reads it when no write follows.
         self.checksums: list[StepChecksums] = []
@@ -66,13 +66,11 @@ class Transfer:
 
         # The sender's thread owns it.
 
-        # Whether no write follows.
-        self.is_written = False
+        # Whether no write follows. The control thread reads it.
+        self.writing_ended = False
 
         # The control thread owns it.
 
-        # Whether the sender has said that no write follows.
-        self.is_finishing = False
         # Whether decode has been notified, or cannot be reached.
         self.is_notified = False
 

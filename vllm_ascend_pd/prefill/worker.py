@@ -138,25 +138,25 @@ class PrefillWorker(ConnectorRole):
         self._await_replaced_writes()
         self._forward_ended = False
         self._cached = None
-        parts = [(self._transfers[send.request_id].ticket, send) for send in step.sends if not send.computed]
+        parts = [(self._transfers[send.request_id].ticket, send) for send in step.sends if not send.was_computed]
         self._observer.on(StepBegun(self._plan.number, parts))
-        if self._plan.computed_transfers:
-            self._push_computed()
+        if self._plan.sent_at_once:
+            self._push_at_once()
         if not step.computes:  # vLLM does not say that such a step ends
             self._forward_ended = True
             self.end_step()
 
-    def _push_computed(self) -> None:
+    def _push_at_once(self) -> None:
         """Pushes what earlier steps have computed. It need not wait for the layers of this one, which may take long."""
-        computed, transfers = self._device.record_event(), self._plan.computed_transfers
-        for transfer in transfers:  # none of its bytes is early
-            transfer.computed = computed
+        computed = self._device.record_event()
+        for transfer in self._plan.sent_at_once:  # none of its bytes is early
+            transfer.prompt_end = computed
         for layer, of_layer in self._caches.layers_by_geometry.items():
             for geometry, tensors in of_layer.items():
-                for step_send in self._plan.computed.get(geometry, ()):
+                for step_send in self._plan.at_once.get(geometry, ()):
                     push = LayerPush(layer, step_send, tensors.described, computed, computed)
                     step_send.transfers[0].sender.put_layer(push)
-        self._finish(transfers)
+        self._finish(self._plan.sent_at_once)
 
     def _await_replaced_writes(self) -> None:
         """Waits for earlier writes of KV that vLLM took back, if ranks exchange what replaces it.
@@ -256,7 +256,7 @@ class PrefillWorker(ConnectorRole):
         self._observer.on(StepEnded(computed))
         if computed is not None:
             for transfer in plan.last:
-                transfer.computed = computed
+                transfer.prompt_end = computed
             self._finish(plan.confirmed)
 
     @owned

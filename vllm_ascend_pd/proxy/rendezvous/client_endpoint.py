@@ -426,7 +426,7 @@ class ResponseRelay:
     async def transfer_failure(self) -> Failure | None:
         """Why KV did not come, if that is the reason of an error. Waits a moment for decode to report it. Other
         connectors, whose tickets have no id, never report that."""
-        if any(ticket_id for _, ticket_id in self._request.tickets):
+        if any(ticket_id for _, ticket_id in self._request.prefills):
             with anyio.move_on_after(_REASON_SECONDS):
                 await self._request.transfer_failed.wait()
         return self._request.transfer_failure
@@ -436,9 +436,9 @@ class ResponseRelay:
         request = self._request
         if request.parsed is None or not names_no_reason(bytes(answer.body)):
             return None
-        if not request.tickets:
+        if not request.prefills:
             reason = "it failed before it posted any ticket here: can it reach the metaserver?"
-        elif not all(ticket.posts for ticket in request.tickets.values()):
+        elif not all(prefill.posts for prefill in request.prefills.values()):
             reason = "it gave up waiting for prefill"
         else:
             reason = f"it failed without a reason: see its log, request {request.request_id}"

@@ -47,17 +47,17 @@ class Deliveries:
         """By prefill engine and decode engine. Engines that were removed go when the next pair comes."""
 
     @owned
-    def prefill_failed(self, ticket: Prefill, failure: Failure) -> None:
-        """A ticket's prefill has failed, or its KV has not arrived."""
-        if ticket.is_recorded:
+    def prefill_failed(self, prefill: Prefill, failure: Failure) -> None:
+        """A prefill has failed, or its KV has not arrived."""
+        if prefill.is_recorded:
             return
-        ticket.is_recorded = True
-        self._observer.attempt_failed(EngineRole.PREFILL, failure, ticket.request_id)
-        if not ticket.is_evidence:
+        prefill.is_recorded = True
+        self._observer.attempt_failed(EngineRole.PREFILL, failure, prefill.request_id)
+        if not prefill.is_evidence:
             return
-        self._prefill.note_request_result(ticket.engine, failure.kind)
+        self._prefill.note_request_result(prefill.engine, failure.kind)
         if RULES[EngineRole.PREFILL, failure.kind].counts is Counts.IF_OTHERS_DELIVER:
-            self.failed(ticket.engine, ticket.decode_engine, failure.for_all)
+            self.failed(prefill.engine, prefill.decode_engine, failure.for_all)
 
     @owned
     def answered(self, request: ProxiedRequest, is_complete: bool) -> None:
@@ -66,18 +66,18 @@ class Deliveries:
         parsed = request.parsed
         if parsed is None or not (is_complete or len(parsed.prompts) * parsed.samples == 1):
             return
-        for ticket in request.tickets.values():
-            if ticket.engine and ticket.is_evidence and not (ticket.is_recorded or ticket.given_up):
-                ticket.is_recorded = True
-                self.delivered(ticket.engine, ticket.decode_engine, ticket.posted_at)
-                if ticket.failures:
-                    self._count_refusals(ticket)
+        for prefill in request.prefills.values():
+            if prefill.engine and prefill.is_evidence and not (prefill.is_recorded or prefill.given_up):
+                prefill.is_recorded = True
+                self.delivered(prefill.engine, prefill.decode_engine, prefill.posted_at)
+                if prefill.failures:
+                    self._count_refusals(prefill)
 
-    def _count_refusals(self, ticket: Prefill) -> None:
-        """Counts other engines' refusals of the prompt's earlier tickets: this ticket's engine has taken it."""
-        counted = ticket.request.counted_refusals
-        for failure in ticket.failures:
-            if failure.kind is not FailureKind.TICKET or failure.url in {ticket.engine, *counted}:
+    def _count_refusals(self, prefill: Prefill) -> None:
+        """Counts other engines' refusals of the prompt's earlier tickets: this one's engine has taken it."""
+        counted = prefill.request.counted_refusals
+        for failure in prefill.failures:
+            if failure.kind is not FailureKind.TICKET or failure.url in {prefill.engine, *counted}:
                 continue
             counted.add(failure.url)
             if (engine := self._prefill.engines.get(failure.url)) is not None:

@@ -154,7 +154,7 @@ class Metaserver:
         if not ticket.ticket_id and (prompt or is_sample):
             raise _unmatched(request)
         is_authentic = bool(self._tokens)
-        prefill = request.ticket(prompt, ticket.ticket_id, parsed.samples, ticket.replaces, is_authentic)
+        prefill = request.prefill_for(prompt, ticket.ticket_id, parsed.samples, ticket.replaces, is_authentic)
         if prefill is None:
             raise RequestRefused(
                 HTTPStatus.CONFLICT, "this request_id has all its tickets already, under other ticket ids"
@@ -258,7 +258,7 @@ class Metaserver:
         failing, _, prompt, _ = self._request_table.find(report.request_id)
         reason = one_line(report.reason, MAX_FAILURE_CHARS)
         if report.ticket_id:
-            prefill = failing.tickets.get((prompt, report.ticket_id))
+            prefill = failing.prefills.get((prompt, report.ticket_id))
             if prefill is None:
                 raise RequestRefused(HTTPStatus.NOT_FOUND, "no such ticket was posted for this request_id")
             self._transfer_failed(prefill, reason, report.by_prefill)

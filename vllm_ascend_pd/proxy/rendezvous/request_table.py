@@ -103,7 +103,7 @@ class ProxiedRequest(Attempt):
         """URLs of prefill engines that failed for it."""
         self.counted_refusals: set[str] = set()
         """URLs of prefill engines whose refusal of its tickets was counted."""
-        self.granted = 0
+        self.slots_given = 0
         """Slots that its prefills had, over all attempts: they count as one in the queue. The queue changes it."""
         self.prefill_gone = False
         """Whether prefill engines were gone when one of its tickets needed one."""
@@ -121,10 +121,10 @@ class ProxiedRequest(Attempt):
         """Headers of the request to the decode engine."""
         self.without_prefill = False
         """Whether decode was told that no prefill engine is well."""
-        self.tickets: dict[tuple[int, str], Prefill] = {}
-        """By the number of the prompt, and the ticket's id. Of tickets without an id, the last one."""
+        self.prefills: dict[tuple[int, str], Prefill] = {}
+        """Of each ticket, by the number of the prompt and the ticket's id. Of tickets without an id, the last one."""
         self._named_tickets: Counter[int] = Counter()
-        """How many of them have an id, by the number of the prompt."""
+        """How many of the tickets have an id, by the number of the prompt."""
         self.prefilling: set[Prefill] = set()
         """Those that are being prefilled."""
         self.prefilled_at: float | None = None
@@ -133,8 +133,8 @@ class ProxiedRequest(Attempt):
         """Set together with `transfer_failure`."""
         self.transfer_failure: Failure | None = None
         """The first reason why KV did not come. The decode engine's own answer does not contain it."""
-        self._failed_ticket: Prefill | None = None
-        """The ticket with this failure. None: it is the whole request's."""
+        self._failed_prefill: Prefill | None = None
+        """The one with this failure. None: it is the whole request's."""
         self._failed_before = dict(self.prefill_failures)
         """Why prefills failed under earlier attempts, by the number of the prompt."""
 
@@ -153,7 +153,7 @@ class ProxiedRequest(Attempt):
             return RequestPhase.PREFILL
         return RequestPhase.DECODE if self.prefilled_at is None else RequestPhase.TRANSFER
 
-    def ticket(
+    def prefill_for(
         self, prompt: int, ticket_id: str, samples: int, replaces: str = "", is_authentic: bool = False
     ) -> Prefill | None:
         """Registers a ticket that the decode engine posts, for the first time or again.
@@ -169,52 +169,52 @@ class ProxiedRequest(Attempt):
         Returns:
             The ticket's prefill, or None if the prompt has all its tickets already, under other ids.
         """
-        known = self.tickets.get((prompt, ticket_id))
+        known = self.prefills.get((prompt, ticket_id))
         if ticket_id and known is not None:
             return known
         failures: Sequence[Failure] = self._failed_before.get(prompt, ())
         if ticket_id:
-            if replaces and (replaced := self.tickets.pop((prompt, replaces), None)) is not None:
+            if replaces and (replaced := self.prefills.pop((prompt, replaces), None)) is not None:
                 failures = self._end_replaced(replaced)
             if self._named_tickets[prompt] >= samples:
                 return None
             self._named_tickets[prompt] += 1
         prefill = Prefill(self, prompt, failures, is_evidence=is_authentic or not self.reply.started)
-        self.tickets[prompt, ticket_id] = prefill
+        self.prefills[prompt, ticket_id] = prefill
         self.begun = True  # another engine's tickets would be taken for this one's
         return prefill
 
-    def _end_replaced(self, ticket: Prefill) -> Sequence[Failure]:
-        """Ends a ticket whose place another one takes, and which is out of `tickets`. Returns the failures that the
-        other one inherits: none if the KV had come, since decode has gone on from there."""
-        ticket.end()
-        self._named_tickets[ticket.prompt] -= 1
-        if self._failed_ticket is ticket:
-            self.transfer_failure, self._failed_ticket = None, None
+    def _end_replaced(self, prefill: Prefill) -> Sequence[Failure]:
+        """Ends the prefill of a ticket whose place another one takes. Returns the failures that the other one inherits:
+        none if the KV had come, since decode has gone on from there."""
+        prefill.end()
+        self._named_tickets[prefill.prompt] -= 1
+        if self._failed_prefill is prefill:
+            self.transfer_failure, self._failed_prefill = None, None
             self.transfer_failed = anyio.Event()
-        return () if ticket.answered and not ticket.given_up else ticket.failures
+        return () if prefill.answered and not prefill.given_up else prefill.failures
 
-    def note_transfer_failure(self, failure: Failure, ticket: Prefill | None = None) -> None:
+    def note_transfer_failure(self, failure: Failure, prefill: Prefill | None = None) -> None:
         """Records why KV did not come. Only the first reason counts.
 
-        `ticket`: the one that it was to come for. None: the whole attempt fails, or gets no ticket.
+        `prefill`: the one that it was to come from. None: the whole attempt fails, or gets no ticket.
         """
         if self.transfer_failure is None:
-            self.transfer_failure, self._failed_ticket = failure, ticket
+            self.transfer_failure, self._failed_prefill = failure, prefill
         self.transfer_failed.set()
 
     def give_up(self) -> None:
         """Ends the attempt because of its transfer failure. Another one may follow."""
         assert self.transfer_failure is not None
-        for ticket in (*self.tickets.values(), *self.prefilling):
-            ticket.is_over = True
+        for prefill in (*self.prefills.values(), *self.prefilling):
+            prefill.is_over = True
         if self.scope is not None:
             self.scope.cancel()
 
     def end_attempt(self) -> None:
         """The attempt has ended, however it did: ends its prefills."""
-        for ticket in (*self.tickets.values(), *self.prefilling):
-            ticket.end()
+        for prefill in (*self.prefills.values(), *self.prefilling):
+            prefill.end()
 
     def end(self, response: Response | None) -> None:
         """Stops all work for this request. Only the first call counts.

@@ -59,7 +59,7 @@ class _Busy:
 class Group(Protocol):
     """Requests that count as one in the queue, and take turns with other groups."""
 
-    granted: int
+    slots_given: int
     """Slots that its members have been given so far. Only the queue changes it."""
 
 
@@ -74,7 +74,7 @@ class _Waiter(Generic[T]):
         """Where it may get a slot, in order of preference."""
         self.avoid = avoid
         """URLs of engines that it must not use, should they become available."""
-        self.granted = 0
+        self.slots_given = 0
         self.group: Group = group or self
         self.given: T | None = None
         """Where it was given a slot."""
@@ -157,13 +157,13 @@ class Queue(Generic[T]):
         waiter = _Waiter([each for each in choices if each.takes_requests], avoid, group)
         if not waiter.choices:
             return None
-        if not (readmitted or waiter.group.granted or waiter.group in self._groups):
+        if not (readmitted or waiter.group.slots_given or waiter.group in self._groups):
             self.check(choices)
         self._enter(waiter, readmitted)
         try:
             with anyio.move_on_after(self.timeout - waited):
                 await waiter.wait()
-            if waiter.given is None and waiter.group.granted:
+            if waiter.given is None and waiter.group.slots_given:
                 await waiter.wait()
         except BaseException:
             self._give_back(waiter)
@@ -261,14 +261,14 @@ class Queue(Generic[T]):
         engine.slots_used += 1
         self._total += 1
         if group is not None:
-            group.granted += 1
+            group.slots_given += 1
             if group in self._groups:
                 self._begun.add(group)
 
     def _take_back(self, group: Group) -> None:
         """A slot that the group was given does not count."""
-        group.granted -= 1
-        if not group.granted:
+        group.slots_given -= 1
+        if not group.slots_given:
             self._begun.discard(group)
 
     def _give_back(self, waiter: _Waiter[T]) -> None:
@@ -282,7 +282,7 @@ class Queue(Generic[T]):
             self._readmitted[waiter] = None
         else:
             self._groups.setdefault(waiter.group, {})[waiter] = None
-            if waiter.group.granted:
+            if waiter.group.slots_given:
                 self._begun.add(waiter.group)
         self.waiting += 1
         self._wanted.update(waiter.choices.keys())

@@ -17,7 +17,7 @@ from vllm_ascend_pd.core import topology
 from vllm_ascend_pd.core.ascend import communicator_bytes
 from vllm_ascend_pd.core.compatibility import mismatch
 from vllm_ascend_pd.core.layout import BlockKind, Geometry, RankCaches
-from vllm_ascend_pd.core.plan import RankMapping, Target, Units, descriptors, make_mapping, regroupable, slot_bytes
+from vllm_ascend_pd.core.plan import RankMapping, UnitPortion, Units, descriptors, make_mapping, regroupable, slot_bytes
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.tools.plan.engine import (
     DEFAULT_BLOCK_SIZE,
@@ -233,20 +233,22 @@ def _flows(
     (source, caches), (first, others) = ours, theirs
     there = others.by_name()
     flows: dict[int, Flow] = {}
-    copies: dict[tuple[int, Target], tuple[Counter[int], Counter[int]]] = {}
+    copies: dict[tuple[int, UnitPortion], tuple[Counter[int], Counter[int]]] = {}
     for tensor in caches.tensors:
         mapping = mappings[tensor.geometry]
         if (tensor.layer, tensor.part) not in there or not mapping.serves(lane):
             continue
-        for target in mapping.targets:
-            key = (tensor.geometry, target)
+        for portion in mapping.portions:
+            key = (tensor.geometry, portion)
             if key not in copies:
                 geometries = caches.geometries[tensor.geometry], others.geometries[tensor.geometry]
-                scattered, contiguous = (_copies(model, mapping, target, geometries, tokens, gap=gap) for gap in (1, 0))
+                scattered, contiguous = (
+                    _copies(model, mapping, portion, geometries, tokens, gap=gap) for gap in (1, 0)
+                )
                 copies[key] = (scattered, contiguous)
             scattered, contiguous = copies[key]
-            position = RankPosition(first.pp_rank, target.tp_rank)
-            flow = flows.setdefault(target.tp_rank, Flow(source, position, lane))
+            position = RankPosition(first.pp_rank, portion.tp_rank)
+            flow = flows.setdefault(portion.tp_rank, Flow(source, position, lane))
             flow.exchanging = max(flow.exchanging, len(mapping.ranks))
             layer = int(tensor.layer.split(".")[2])
             flow.scattered.setdefault(layer, Counter()).update(scattered)
@@ -257,7 +259,7 @@ def _flows(
 def _copies(
     model: ModelShape,
     mapping: RankMapping,
-    target: Target,
+    portion: UnitPortion,
     geometries: tuple[Geometry, Geometry],
     tokens: int,
     gap: int,
@@ -283,7 +285,7 @@ def _copies(
         _, own = mapping.share(len(units))
         dst = dst[own]
         src = np.arange(len(dst)) * mapping.staged_bytes  # of any plane
-    return Counter(descriptors(target, src, dst).nbytes.tolist())
+    return Counter(descriptors(portion, src, dst).nbytes.tolist())
 
 
 def _blocks(tokens: int, geometry: Geometry, gap: int) -> range:
