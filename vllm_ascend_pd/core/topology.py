@@ -201,12 +201,9 @@ def regroup_groups(prefill: Sharding, total: int) -> list[tuple[int, ...]]:
     return groups
 
 
-# Facts about one rank that do not change while it runs.
-
-
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank of one engine."""
+    """What does not change of one rank of one engine while it runs."""
 
     engine_id: str
     # A summary of the model's shape, which both sides compare.

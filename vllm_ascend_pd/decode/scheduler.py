@@ -2,6 +2,10 @@
 """The decode side of the scheduler: issues a ticket per request, and follows it until its KV has arrived.
 
 All of it runs on the scheduler's thread. What sends tickets has threads of its own, and this one polls it.
+
+A decode engine that computes no prompts (`who_computes: never`) has prefill compute everything: a request that was
+preempted, or whose KV was lost, gets another ticket. That ticket is for the prompt and all tokens generated since, so
+prefill must be asked by token ids. What cannot be asked for in this way ends with an error.
 """
 
 import logging
@@ -31,11 +35,6 @@ MAX_LOST = 3
 
 _NEVER = "this decode engine computes no prompts (who_computes: never)"
 _FREED = f"{_NEVER}, it has lost the KV, and the prefill engine that held the prompt has freed it: ask prefill again"
-
-
-# A decode engine that computes no prompts (`who_computes: never`) has prefill compute everything: a request that was
-# preempted, or whose KV was lost, gets another ticket. That ticket is for the prompt and all tokens generated since, so
-# prefill must be asked by token ids. What cannot be asked for in this way ends with an error.
 
 
 def why_refused(request: ScheduledRequest) -> str | None:

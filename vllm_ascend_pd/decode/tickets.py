@@ -169,11 +169,9 @@ class TicketIssuer:
         return Expect(request_id, ticket.ticket_id, ticket.digest(), lost, cached, verified)
 
 
-# A ticket goes to a metaserver, which passes it on to prefill, or straight to the engine that holds the prompt.
-
-
 class TicketRecipients:
-    """Finds who gets each ticket. The scheduler's thread owns it.
+    """Finds who gets each ticket: a metaserver, which passes it on to prefill, or the engine that holds the prompt. The
+    scheduler's thread owns it.
 
     metaserver: posts tickets to metaservers.
     prefill: hands tickets to prefill engines that hold their prompts.

@@ -191,14 +191,11 @@ class Losses:
                 logger.error("Restart this engine: %s", self.failure)
 
 
-# Limits the batches in flight over Mooncake's protocol `ascend` to the threads of its pool.
-#
-# The pool's queue has no bound and no deadline, and a batch in it cannot be cancelled. A batch that waited there could
-# arrive long after its lease. So batches wait here, before they ask for their lease.
-
-
 class Slots:
     """A slot for each batch in flight, and one batch to a peer at a time: CANN sends a peer's batches one by one.
+
+    There are as many as Mooncake's pool has threads. The pool's queue has no bound and no deadline, and a batch in it
+    cannot be cancelled: it could arrive long after its lease. So batches wait here, before they ask for their lease.
 
     A peer is unproven until a batch has arrived there, and again after one has failed. Batches to unproven peers share
     a part of the slots, so peers that hang leave slots for peers that do not. Any thread may call it.

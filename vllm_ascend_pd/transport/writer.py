@@ -72,13 +72,13 @@ class Writer(Protocol):
         """Drop what is known of peers. Call it when no further write to them is expected. A later write is allowed."""
 
 
-# Mooncake reads a new peer's metadata for up to 60 s, under a lock that every write of the process takes. A process
-# that is stopped or cut off does not answer a probe either, so such a peer never gets that lock. A probe says nothing
-# about the network between NPUs.
-
-
 class Reach:
-    """Probes a peer's process before the first write to it, and after each failed one. Any thread may call it."""
+    """Probes a peer's process before the first write to it, and after each failed one. Any thread may call it.
+
+    Mooncake reads a new peer's metadata for up to 60 s, under a lock that every write of the process takes. A process
+    that is stopped or cut off does not answer a probe either, so such a peer never gets that lock. A probe says nothing
+    about the network between NPUs.
+    """
 
     def __init__(self, mooncake: Any, own_session: str, timeout_s: float) -> None:
         """`mooncake`: Mooncake's engine. `timeout_s`: how long an answer may take."""
