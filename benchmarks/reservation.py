@@ -11,7 +11,7 @@ stopped (SIGSTOP). All ways get the same prompts, nothing is in a prefix cache, 
 equal.
 
 decode first    behind `vllm-ascend-pd proxy`: decode reserves memory before prefill starts
-long first      as that, but prompts longer than a step of prefill are computed first (`prefill_first_tokens`)
+long first      as that, but prompts that take prefill more than a step are computed first (`prefill_first_tokens`)
 prefill first   the same engines behind vllm-router in its mode "nixl": decode reserves memory when prefill has ended
 mooncake        vLLM's MooncakeConnector behind helpers/pull_proxy.py, which asks both engines at the same time
 

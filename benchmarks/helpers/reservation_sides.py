@@ -86,9 +86,9 @@ def _config(role: Role, blocks: Path, room: int, step_tokens: int) -> EngineConf
 @contextmanager
 def _ours(names: Sequence[str], path: Path, logs: Path, room: int, step_tokens: int) -> Iterator[list[Way]]:
     """Behind `vllm-ascend-pd proxy`, and behind vllm-router, which asks prefill first. Prefill computes all prompts.
-    *long first* has a decode engine of its own, with `prefill_first_tokens`."""
+    *long first* has a decode engine of its own, with the default of `prefill_first_tokens`."""
     extra = (*PATIENT, ALL_TO_PREFILL)
-    extras = {"plain": extra, "long first": (*extra, ("prefill_first_tokens", step_tokens))}
+    extras = {"plain": extra, "long first": (*extra, ("prefill_first_tokens", "auto"))}
     if "long first" not in names:
         del extras["long first"]
     elif not {"decode first", "prefill first"} & set(names):

@@ -228,6 +228,36 @@ def test_decode_is_told_which_prompts_all_prefill_engines_hold() -> None:
         eventually(lambda: first_tokens(cluster) == 512)
 
 
+def test_short_prompts_are_computed_first_while_all_prefill_engines_are_busy() -> None:
+    """Their memory would wait for more than a step of prefill."""
+    other = PrefillEngine()
+    engines = 2
+
+    def told_beside(cluster: Cluster, busy: int) -> int:
+        """What decode is told while so many prefill engines compute a prompt."""
+        eventually(lambda: sum(len(engine.received) for engine in (other, cluster.prefill)) == busy)
+        cluster.decode.computes_itself = True
+        answer = cluster.client.post("/v1/completions", json=COMPLETION, headers={HEADER: "decode"})
+        cluster.decode.computes_itself = False
+        assert answer.status_code == 200
+        tokens: int = cluster.decode.received[-1].body["kv_transfer_params"]["prefill_first_tokens"]
+        return tokens
+
+    with beside(other, check_interval=0.1) as cluster, ThreadPoolExecutor(engines) as clients:
+        other.metrics = cluster.prefill.metrics = holding(8192)
+        eventually(lambda: first_tokens(cluster) == 8192)
+        for engine in (other, cluster.prefill):
+            engine.received.clear()
+            engine.holds = True
+        answers = []
+        for busy in range(engines):
+            assert told_beside(cluster, busy) == 8192, "an idle engine would begin at once"
+            answers.append(clients.submit(cluster.complete, prompt=f"{busy} " * 4000))
+        assert 1 <= told_beside(cluster, engines) < 8192
+        other.holds = cluster.prefill.holds = False
+        assert [answer.result().status_code for answer in answers] == [200] * len(answers)
+
+
 def test_a_request_that_has_failed_gets_memory_before_its_prompt_is_computed() -> None:
     """An engine that does not hold prompts may have taken the place of one that has."""
     other = PrefillEngine()

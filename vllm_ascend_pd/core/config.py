@@ -132,10 +132,10 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_first_tokens: _NotNegative | Literal["auto"] | None = "auto"
     """Prompts of which prefill computes more tokens than this are computed before decode gives them memory, so that
     memory does not wait for prefill. Shorter prompts get memory first, and are sent while they are computed. `auto`: a
-    step of prefill, its `--max-num-batched-tokens`, for requests of our proxy, if all prefill engines that are well
-    [can hold such prompts](design.md#long-prompts). A number holds whether they can or not: where they cannot, requests
-    fail. None: all prompts get memory first. Read by decode. A number needs our proxy, too, and `hold_timeout_s` on
-    prefill engines with a MultiConnector."""
+    step of prefill, its `--max-num-batched-tokens`, less the tokens that prefill computes before, for requests of our
+    proxy, if all prefill engines that are well [can hold such prompts](design.md#long-prompts). A number holds whether
+    they can or not: where they cannot, requests fail. None: all prompts get memory first. Read by decode. A number
+    needs our proxy, too, and `hold_timeout_s` on prefill engines with a MultiConnector."""
     who_computes: Literal["auto", "prefill", "never"] = "auto"
     """Who computes prompts, or what decode has not cached of them. `auto`: decode computes those that it computes
     sooner than prefill would. `prefill`: prefill computes all, unless a request asks for decode. `never`: decode

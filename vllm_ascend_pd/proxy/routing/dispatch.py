@@ -42,7 +42,7 @@ from vllm_ascend_pd.proxy.routing.answers import (
     may_refuse,
 )
 from vllm_ascend_pd.proxy.routing.engines import EngineRanking, EngineRegistry, RegisteredEngine, Streak
-from vllm_ascend_pd.proxy.routing.load import PrefillPace, most_first_tokens, queue_wait
+from vllm_ascend_pd.proxy.routing.load import PrefillPace, most_first_tokens, queue_wait, tokens_ahead
 from vllm_ascend_pd.proxy.routing.queue import Group, NoFreeSlotError, Queue
 from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.transport.names import HostNames
@@ -258,19 +258,22 @@ class EnginePool:
     def queue_wait(self, doubted: Collection[str] = ()) -> float | None:
         """Estimates the seconds that a further prompt would wait for a prefill engine; 0 if unknown. None: no engine is
         well, but for those in `doubted`."""
-        now = time.monotonic()
-        well = [engine for engine in self.engines.well(now) if engine.url not in doubted]
-        loads = [self.engines.load(engine, now) for engine in well]
-        if not loads:
-            return None
-        return queue_wait(loads, self.queue.waiting * self.engines.mean_tokens, self.pace.tokens_per_second)
+        well = [engine for engine in self.engines.well(time.monotonic()) if engine.url not in doubted]
+        return queue_wait(self._tokens_ahead(well), self.pace.tokens_per_second) if well else None
 
     def prefill_first_tokens(self) -> int:
         """Prompts of more tokens may be computed before decode gives them memory, at whichever prefill engine that is
-        well. 0: none may."""
+        well. With what is computed before them, they take more than a step there. 0: none may."""
         now = time.monotonic()
         well = self.engines.well(now)
-        return most_first_tokens([self.engines.reported_load(engine, now).prefill_first_tokens for engine in well])
+        step = most_first_tokens([self.engines.reported_load(engine, now).prefill_first_tokens for engine in well])
+        return max(1, step - round(self._tokens_ahead(well))) if step else 0
+
+    def _tokens_ahead(self, engines: Sequence[RegisteredEngine]) -> float:
+        """As `tokens_ahead`, of a prompt that one of `engines` gets."""
+        now = time.monotonic()
+        loads = [self.engines.load(engine, now) for engine in engines]
+        return tokens_ahead(loads, self.queue.waiting * self.engines.mean_tokens)
 
     def to_avoid(self, failures: Sequence[Failure]) -> frozenset[str] | None:
         """The engines that the next attempt must not use, or None if there is none. `failures`: of all so far."""

@@ -266,18 +266,24 @@ class PrefillPace:
         return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
 
-def queue_wait(engines: Sequence[EngineLoad], queued_tokens: float, tokens_per_second: float) -> float:
-    """Returns the seconds that a further prompt would wait at the engine with the shortest queue; 0 if unknown.
+def tokens_ahead(engines: Sequence[EngineLoad], queued_tokens: float) -> float:
+    """Returns how many prompt tokens are computed before a further prompt, at the engine with the shortest queue.
 
     A prompt that is being computed counts as a whole until its engine has answered, so the estimate may be too high by
-    the time of one prompt.
+    one prompt.
 
     Args:
-        engines: the load of each engine that may get the prompt.
+        engines: the load of each engine that may get the prompt. There is one at least.
         queued_tokens: tokens of the prompts that wait until any of the engines takes them.
+    """
+    return min(engine.tokens for engine in engines) + queued_tokens / len(engines)
+
+
+def queue_wait(ahead: float, tokens_per_second: float) -> float:
+    """Returns the seconds that a further prompt would wait for prefill; 0 if unknown.
+
+    Args:
+        ahead: tokens that are computed before it.
         tokens_per_second: how many tokens an engine computes; 0 if unknown.
     """
-    if not engines or tokens_per_second <= 0:
-        return 0.0
-    ahead = min(engine.tokens for engine in engines) + queued_tokens / len(engines)
-    return min(ahead / tokens_per_second, MAX_WAIT_SECONDS)
+    return min(ahead / tokens_per_second, MAX_WAIT_SECONDS) if tokens_per_second > 0 else 0.0
