@@ -26,10 +26,14 @@ REFUSED = TicketRefused("it is for another prompt", retry=False)
 
 
 class TicketTaker:
-    """`offers`, `questions`: the answers to these, in order. The last one repeats."""
+    """`offers`, `questions`, `releases`: the answers to these, in order. The last one repeats."""
 
     def __init__(
-        self, offers: list[Message] | None = None, questions: list[Message] | None = None, secret: Secret | None = None
+        self,
+        offers: list[Message] | None = None,
+        questions: list[Message] | None = None,
+        secret: Secret | None = None,
+        releases: list[Message] | None = None,
     ) -> None:
         self.got: list[Any] = []
         """All messages, in order."""
@@ -38,7 +42,7 @@ class TicketTaker:
         self._answers: dict[type, deque[Message]] = {
             OfferTicket: deque(offers or [TAKEN]),
             AskTicket: deque(questions or [TAKEN]),
-            ReleasePrompt: deque([Acknowledged()]),
+            ReleasePrompt: deque(releases or [Acknowledged()]),
         }
         self._server = SideChannelServer(HOST, 0, self._handle, name="test-ticket-taker", secret=secret)
         self.port = int(self._server.endpoint.rpartition(":")[2])

@@ -20,7 +20,7 @@ from vllm_ascend_pd.connector.bootstrap_server import BootstrapServer, answer_of
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.observer import Observed, Observer, PostRetried
-from vllm_ascend_pd.core.protocol import AskTicket, OfferTicket, Problem, ReleasePrompt
+from vllm_ascend_pd.core.protocol import Acknowledged, AskTicket, OfferTicket, Problem, ReleasePrompt
 from vllm_ascend_pd.decode import prefill_client
 from vllm_ascend_pd.decode.prefill_client import PrefillClient
 from vllm_ascend_pd.decode.ticket_client import PostOutcome
@@ -149,6 +149,13 @@ def test_an_ended_ticket_has_no_outcome(client: PrefillClient, taker: MakeTaker)
     released = ReleasePrompt("prefill-0-12ab", "t-1", "the request was aborted", *named)
     assert prefill.of(ReleasePrompt) == [released]
     assert client.poll() == []
+
+
+def test_prefill_that_has_no_room_for_a_release_is_told_again(client: PrefillClient, taker: MakeTaker) -> None:
+    """Otherwise it would hold the prompt until nobody has asked for `hold_timeout_s`."""
+    prefill = taker(releases=[NOT_YET, Acknowledged()])
+    client.release(client.parse_holder(prefill.params), TICKET, "the request was aborted")
+    wait_until(lambda: len(prefill.of(ReleasePrompt)) == 2, 20)
 
 
 def test_closing_ends_everything(taker: MakeTaker) -> None:

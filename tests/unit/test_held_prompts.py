@@ -92,6 +92,18 @@ def test_with_a_secret_prefill_signs_where_tickets_go(scheduled_model: Path, tmp
     prefill.close()
 
 
+def test_a_ticket_that_comes_before_the_prompts_first_step(scheduled_model: Path) -> None:
+    """All of the prompt is computed when the ranks have the ticket, so it is not late."""
+    prefill = Prefill(scheduled_model)
+    prefill.add("r", PROMPT, {**PREFILL_FIRST, "transfer_id": "xfer-1"})
+    ticket = ticket_for(PROMPT)
+    assert prefill.offer("xfer-1", ticket) == TicketTaken()
+    step, _ = prefill.run()
+    assert (step.tickets, step.late) == ({"r": ticket}, set())
+    assert [(send.start, send.stop, send.last) for send in step.sends] == [(0, len(PROMPT), True)]
+    prefill.close()
+
+
 def test_a_ticket_that_comes_while_the_prompt_is_computed(scheduled_model: Path) -> None:
     prefill = Prefill(scheduled_model, step_tokens=32)
     prompt = list(range(100, 180))
@@ -100,7 +112,7 @@ def test_a_ticket_that_comes_while_the_prompt_is_computed(scheduled_model: Path)
     ticket = ticket_for(prompt)
     assert prefill.offer("xfer-1", ticket) == TicketTaken()
     step, _ = prefill.run()
-    assert step.tickets == {"r": ticket}
+    assert (step.tickets, step.late) == ({"r": ticket}, {"r"})
     assert [(send.start, send.stop, send.last) for send in step.sends] == [(0, 64, False)], "of both steps"
     step, [output] = prefill.run()
     assert [(send.start, send.stop, send.last) for send in step.sends] == [(64, 80, True)]

@@ -55,7 +55,7 @@ class StepEnded(NamedTuple):
     computed: Event | None
 
 
-# The model's thread, or the side stream's on a CPU.
+# The model's thread, or the side stream's on a CPU; for a buffer, any thread.
 
 
 class PushDelayed(NamedTuple):
@@ -129,7 +129,7 @@ class OutcomeReported(NamedTuple):
 
 
 class PushBegun(NamedTuple):
-    """A request with a ticket is allocated."""
+    """A request with a ticket is allocated, or its ticket is refused."""
 
     request_id: str
     # The request's. None if vLLM does not trace.
@@ -297,6 +297,6 @@ def tell_all(*listeners: Observer | None) -> Observer:
 class PrefillStatus:
     """How a prefill rank is at one moment."""
 
-    queued_layers: int  # computed, not yet written
+    queued_tasks: int  # layers and marks in the senders' queues
     ungranted_transfers: int  # at least one decode rank has not granted them yet
     restart_needed: bool  # the device, a regroup group or the transfer engine has failed for good

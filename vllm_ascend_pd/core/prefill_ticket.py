@@ -13,7 +13,8 @@ success is reported only after that time: until then the blocks may get other co
 failure is reported at once, and again after that time (R2). Then the ticket ends (R3).
 
 The control thread takes all steps. Any thread may fail the ticket. The sender's thread asks whether it may write, waits
-for that, and counts what has arrived. One lock guards each change that another thread may see, and wakes the sender.
+for that, and counts what has arrived. One lock guards each change that another thread may see. A failure, destinations
+and grants wake the sender.
 Reading takes no lock: a failure stays, and leases only get longer. A write that begins after a failure does no harm
 while its lease runs.
 
@@ -72,7 +73,7 @@ class Destination:
 
 @dataclass
 class PrefillTicket:
-    """The state of a ticket on one prefill rank. Times are in seconds, and passed in."""
+    """The state of a ticket on one prefill rank. Times are in seconds. Methods get them, but for `await_write`."""
 
     # Until when a description and grants may come.
     grant_deadline: float
@@ -89,8 +90,7 @@ class PrefillTicket:
     # Whether the last report said that nothing can arrive any more.
     final: bool = False
 
-    # Guards the phase until it is NOTIFYING, the failure, `settled_at`, the destinations and their leases. A change of
-    # them wakes the sender.
+    # Guards the phase until it is NOTIFYING, the failure, `settled_at`, the destinations and their leases.
     _changed: threading.Condition = field(default_factory=lambda: threading.Condition(), repr=False, compare=False)
 
     # On any thread.
@@ -110,7 +110,7 @@ class PrefillTicket:
         destinations = self.destinations
         return destinations is None or not all(d.granted for d in destinations.values())
 
-    # On the sender's thread.
+    # On the sender's thread, and `may_write` also on the control thread, by `finish`.
 
     def may_write(self, key: RankKey | None, now: float) -> bool | None:
         """Returns whether a write to decode rank `key` may be planned; None if that is not known yet.
@@ -208,7 +208,7 @@ class PrefillTicket:
         Returns None while decode may still describe itself or grant: call it again when something has changed.
         """
         for key in self.destinations or (None,):
-            self.may_write(key, now)
+            self.may_write(key, now)  # fails the ticket if it is too late
         with self._changed:
             if self.waits_for_grant:
                 return None
@@ -237,7 +237,7 @@ class PrefillTicket:
             elif self.phase is Phase.NOTIFIED and settled and not self.final:
                 self.rounds = 0
                 for destination in (self.destinations or {}).values():
-                    destination.acked = not destination.acked
+                    destination.acked = not destination.acked  # those that have not acknowledged the failure will ask
             else:
                 return False
             self.phase = Phase.NOTIFYING

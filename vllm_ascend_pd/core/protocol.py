@@ -8,11 +8,12 @@ P is a prefill rank, D a decode engine:
     P -> a rank of D                         WriteReport   -> Acknowledged
     a rank of D -> P, without a request      Revoke
 
-Where a router asks prefill first, D's scheduler sends its ticket straight to the listener in P's engine core:
+Where P computes a prompt without a ticket, for an intent or for a router that asks prefill first, D sends the ticket
+straight to the listener in P's engine core:
 
     D -> P's listener                        OfferTicket   -> TicketTaken | TicketRefused
     D -> P's listener                        AskTicket     -> TicketTaken | TicketRefused
-    D -> P's listener                        ReleasePrompt -> Acknowledged
+    D -> P's listener                        ReleasePrompt -> Acknowledged | TicketRefused
 
 Besides tickets, decode posts to the metaserver over HTTP, in JSON: `TransferFailure`, and `WaitingQuestion`, which is
 answered by `WaitingAnswer`. Metaservers other than our proxy need not know them.
@@ -303,7 +304,7 @@ class OfferTicket(_AboutPrompt, frozen=True, tag=True):
 
 
 class AskTicket(_AboutPrompt, frozen=True, tag=True):
-    """Asks what has become of a ticket that was offered."""
+    """Asks what has become of a ticket that was offered, or tells prefill that one is to come: the prompt is held."""
 
     ticket_id: _Id
 

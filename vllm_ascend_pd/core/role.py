@@ -2,7 +2,7 @@
 """What vLLM's hooks (`connector/connector.py`) ask of an engine's scheduler and of its ranks.
 
 vLLM calls every hook on every connector. So each method here does nothing, and the scheduler and the worker of each
-side override those that concern them. docs/structure.md lists the hooks in the order in which vLLM calls them.
+side override those that concern them. docs/structure.md lists the main hooks in the order in which vLLM calls them.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,7 +31,7 @@ class ConnectorRole:
     A worker has it until its caches are registered, and every process has it after shutdown.
     """
 
-    # In a worker, on the model's thread.
+    # In a worker, on the model's thread, but for `await_buffer`.
 
     def handshake(self) -> tuple[bytes, dict[str, str]] | None:
         """Returns what the engine's scheduler is told of this rank when the engine starts: the rank's encoded

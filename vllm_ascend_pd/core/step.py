@@ -56,7 +56,7 @@ class PrefillStep:
     sends: list[Send] = field(default_factory=list)
     # Requests that ended: None, or why their KV is not complete.
     finished: dict[str, str | None] = field(default_factory=dict)
-    # Requests in `tickets` of whose prompts earlier steps have computed a part.
+    # Requests in `tickets` of whose prompts a part was there before this step.
     late: set[str] = field(default_factory=set)
     # Requests that ended and no ticket came for: vLLM may free their blocks.
     unsent: set[str] = field(default_factory=set)

@@ -66,7 +66,8 @@ class OpenTicket:
     ticket: DecodeTicket
     # Happens when steps that were queued before the ticket have ended: until then they may write to its blocks.
     vacated: Event
-    # Version of this engine's weights that the KV must fit. None until the first grant.
+    # Version of this engine's weights that the KV must fit. None until the first grant, if decode has no part of the
+    # prompt in its cache.
     weights_version: int | None = None
     # What writers with success have reported for `verify_kv`. Empty unless the ticket is verified.
     reported: dict[WriterId, Reported] = field(default_factory=dict)

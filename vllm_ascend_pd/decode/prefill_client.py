@@ -138,7 +138,9 @@ class PrefillClient(TicketClient):
                 continue
             which = (named.ticket_id, named.num_tokens, named.prompt)
             answer = await self._ask(endpoint, ReleasePrompt(started_as, holder.transfer_id, reason, *which))
-            if not isinstance(answer, SideChannelError):
+            if isinstance(answer, TicketRefused) and answer.retry:  # too many messages wait there
+                await asyncio.sleep(_LAST_PAUSE_S)
+            elif not isinstance(answer, SideChannelError):
                 return
 
     async def _offer(self, ticket: Ticket, holder: PromptHolder) -> tuple[str, str]:

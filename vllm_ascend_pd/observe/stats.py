@@ -314,7 +314,7 @@ class PrefillStats(Observer):
         def gauges() -> dict[Gauge, int]:
             now = status()
             return {
-                PUSH_QUEUE_DEPTH: now.queued_layers,
+                PUSH_QUEUE_DEPTH: now.queued_tasks,
                 GRANTS_WAITING: now.ungranted_transfers,
                 RESTART_NEEDED: int(now.restart_needed),
             }

@@ -114,7 +114,7 @@ class BufferTurns:
         """Waits for a read, for which the wait has begun at `began`. If it takes too long, its requests fail."""
         assert push.over is not None
         is_staged = push.step_send.mapping.is_staged
-        is_over = push.is_staged if is_staged else push.over.wait
+        is_over = push.has_left_cache if is_staged else push.over.wait
         granted_until = began + self._grant_wait_s
         if not is_over(max(0.0, granted_until - time.monotonic())):
             if not is_staged:

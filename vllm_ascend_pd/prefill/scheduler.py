@@ -5,7 +5,7 @@ All of it runs on the scheduler's thread.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -225,7 +225,7 @@ class PrefillScheduler(ConnectorRole):
                     known.extend(ids)
             self._computes(step, prompt, computed, output)
         if self._held is not None and not self._held.is_idle:
-            self._take_tickets(step, self._held)
+            self._take_tickets(step, self._held, output.num_scheduled_tokens)
             self._held.make_room(self._without_blocks)
             self._free_expired(step, self._held)
             step.awaits_tickets = self._held.any_ended
@@ -315,13 +315,18 @@ class PrefillScheduler(ConnectorRole):
         transfer.sent = [stop for _, stop in parts]
         transfer.complete, transfer.confirmed = last, last and confirmed
 
-    def _take_tickets(self, step: PrefillStep, held: HeldPrompts) -> None:
-        """Serves tickets that have come for prompts without one: what is computed already is sent in this step."""
+    def _take_tickets(self, step: PrefillStep, held: HeldPrompts, scheduled: Mapping[str, int]) -> None:
+        """Serves tickets that have come for prompts without one: what is computed already is sent in this step.
+
+        `scheduled`: the requests that run in this step.
+        """
 
         def serve(prompt: OutgoingPrompt, offered: Ticket) -> None:
             transfer = self._serve(prompt, offered)
             if prompt.done:
-                step.late.add(prompt.request.request_id)
+                request_id = prompt.request.request_id
+                if prompt.before or request_id not in scheduled:
+                    step.late.add(request_id)
                 self._advance(step, transfer)
             if prompt.ended:
                 self._step.finished[prompt.request.request_id] = None  # once the ranks have its last part

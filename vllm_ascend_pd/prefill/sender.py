@@ -237,7 +237,7 @@ class Sender:
         try:
             self._await_bytes(layer)
             if (layout := self._await_layout(step_send)) is None:
-                step_send.fail("the decode engine is not known", PushFailure.INTERNAL)  # all of them have failed
+                step_send.fail("the decode engine is not known", PushFailure.INTERNAL)  # no effect: all have failed
                 return
             # First wait for room: layers that come meanwhile leave with this one.
             for target in layout.targets(layer.tensors, step_send.mapping)[:1]:

@@ -44,7 +44,8 @@ class StepPlan:
     sent_at_once: list[Transfer] = field(default_factory=list)
 
     @property
-    def all_sends(self) -> list[StepSend]:
+    def layer_sends(self) -> list[StepSend]:
+        """What is sent layer by layer, as the step computes them."""
         return [step_send for of in self.sends.values() for step_send in of]
 
 
@@ -72,7 +73,8 @@ class Planner:
 
     @owned
     def plan(self, sends: list[Send], transfers: Mapping[str, Transfer]) -> StepPlan:
-        """Returns the plan of a step that completes `sends`. `transfers`: by request id."""
+        """Returns the plan of a step that completes `sends`, and notes in `transfers`, by request id, what it says of
+        each. Transfers that cannot be planned fail."""
         self.steps += 1
         plan = StepPlan(self.steps)
         if not sends:

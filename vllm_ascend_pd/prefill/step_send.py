@@ -330,10 +330,9 @@ class LayerPush:
             self._given_up = True
             return self._slot
 
-    def is_staged(self, timeout_s: float) -> bool:
-        """Whether the cache is not read any more, because the layer is in its staging slot or will never be.
-
-        Waits for that as long. Only for a regrouped layer.
+    def has_left_cache(self, timeout_s: float) -> bool:
+        """Whether the cache is not read any more, because the layer is in its staging slot or will never be. Waits for
+        that as long. Only for a regrouped layer.
         """
         try:
             self.ready.wait(timeout_s)

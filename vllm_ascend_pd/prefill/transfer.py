@@ -50,7 +50,8 @@ class Transfer:
 
         # The model's thread owns it.
 
-        # When the prompt's last layer was computed. The sender reads it, after it was told that the transfer ends.
+        # The end of the step in which the prompt ends, draft included. None before. The sender reads it when a write
+        # has ended.
         self.prompt_end: Event | None = None
         # What was taken of its KV for `verify_kv`: one entry for each step and geometry. Empty if it is not verified.
         # The control thread reads it when no write follows.

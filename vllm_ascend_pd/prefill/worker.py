@@ -37,7 +37,7 @@ from vllm_ascend_pd.transport.peers import Peers
 
 
 class PrefillWorker(ConnectorRole):
-    """One rank of a prefill engine. vLLM's model thread calls all methods.
+    """One rank of a prefill engine. vLLM's model thread calls all methods but `await_buffer`.
 
     It calls them in this order: `preempted` if requests were preempted, `start_step`, then `mark_cached` and
     `push_layer` for each layer, `end_forward`, `end_step` and `take_results`.
@@ -128,8 +128,8 @@ class PrefillWorker(ConnectorRole):
         if self._turns is not None:
             reason = "prefill keeps the KV of a few layers at a time, and has computed a part of the prompt before"
             self._lose([t for t in opened if t.request_id in step.late], reason, PushFailure.UNFIT)
-        for request_id, aborted in step.finished.items():
-            self._release(request_id, aborted)
+        for request_id, incomplete in step.finished.items():
+            self._release(request_id, incomplete)
         self._done.update(step.unsent)
         if step.report_again is not None:
             self._done.update(step.report_again - self._transfers.keys())  # the others will be reported
@@ -164,7 +164,7 @@ class PrefillWorker(ConnectorRole):
         The step's units are divided anew. So another rank may write what this one has written before, and may begin
         when the ranks have exchanged it: then all of them have waited (R1).
         """
-        exchanged = {t for each in self._plan.all_sends if each.mapping.ranks for t in each.transfers if t.again}
+        exchanged = {t for each in self._plan.layer_sends if each.mapping.ranks for t in each.transfers if t.again}
         barriers = [(transfer, transfer.sender.barrier()) for transfer in exchanged]
         deadline = time.monotonic() + self._rank.config.write_timeout_s
         for transfer, passed in barriers:
@@ -181,7 +181,7 @@ class PrefillWorker(ConnectorRole):
         if self._plan.sends:
             self._cached = (layer, self._device.record_event())
             if self._turns is not None:
-                self._turns.mark_written(layer, self._plan.all_sends)
+                self._turns.mark_written(layer, self._plan.layer_sends)
 
     @owned
     def push_layer(self, layer: str) -> None:
@@ -231,7 +231,7 @@ class PrefillWorker(ConnectorRole):
         """
         self._forward_ended = True
         if error is not None:
-            pushed = {transfer for step_send in self._plan.all_sends for transfer in step_send.transfers}
+            pushed = {transfer for step_send in self._plan.layer_sends for transfer in step_send.transfers}
             for transfer in {*self._plan.last, *pushed}:
                 transfer.state.fail(f"prefill's forward pass failed: {error!r}", PushFailure.INTERNAL)
 
@@ -248,7 +248,7 @@ class PrefillWorker(ConnectorRole):
             event = self._device.record_event()
             for layer in plan.unpushed:
                 if self._turns is not None and layer in self._turns:
-                    for step_send in plan.all_sends:
+                    for step_send in plan.layer_sends:
                         step_send.fail(f"another layer may have overwritten the KV of {layer}", PushFailure.INTERNAL)
             for layer in list(plan.unpushed):
                 self._put_layer(plan, layer, event, is_announced=False)
@@ -433,13 +433,13 @@ class PrefillWorker(ConnectorRole):
             transfer.state.fail(reason, cause)
         self._finish(transfers)
 
-    def _release(self, request_id: str, aborted: str | None) -> None:
-        """Records that vLLM is done with the request. `aborted`: why it was aborted; None if it was not."""
+    def _release(self, request_id: str, incomplete: str | None) -> None:
+        """Records that vLLM is done with the request. `incomplete`: why its KV is not complete; None if it is."""
         transfer = self._transfers.get(request_id)
         if transfer is None:
             return
-        if aborted is not None:
-            transfer.state.fail(aborted, PushFailure.ABORTED)
+        if incomplete is not None:
+            transfer.state.fail(incomplete, PushFailure.ABORTED)
         self._finish([transfer])
         transfer.released = True
         if transfer.is_over:

@@ -16,9 +16,9 @@ A client's request, file by file. It is a `ProxiedRequest` all the way (`rendezv
 2. An attempt begins, under a new id (`RequestTable.attempt`). `ClientRequests` ranks the decode engines
    (`routing/engines`). `EnginePool.open` (`routing/dispatch`) waits until the best one has a free slot
    (`routing/queue`), and sends it the request.
-3. The decode engine posts a ticket per prompt (`rendezvous/tickets`). `Metaserver` (`rendezvous/metaserver`) finds the
-   request that waits for it: the engine's name for its request contains the attempt's id (`http/endpoints`). The ticket
-   gets a `Prefill`.
+3. The decode engine posts a ticket per prompt and sample. `Metaserver` (`rendezvous/metaserver`) reads it
+   (`rendezvous/tickets`), and finds the request that waits for it: the engine's name for its request contains the
+   attempt's id (`http/endpoints`). The ticket gets a `Prefill`.
 4. `Metaserver` has a prefill engine compute the prompt, by that role's `EnginePool`. Then it answers the ticket.
 5. `ResponseRelay` (`rendezvous/client_endpoint`) passes the decode engine's response on to the client. If it fails
    before the client has got anything, another attempt may begin at 2.

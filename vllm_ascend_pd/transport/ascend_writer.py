@@ -43,7 +43,8 @@ def poll_pause_s(taken_s: float) -> float:
 
 
 class AscendWriter:
-    """A `Writer`. No batch queues inside Mooncake, and no byte of a failed batch arrives later.
+    """A `Writer`. No batch queues inside Mooncake, and no byte of a failed batch arrives later, unless a call of
+    Mooncake has raised an exception.
 
     A batch takes `limits.settle_s` at most, whatever the peer does: Mooncake tries twice, with timeouts.
     """

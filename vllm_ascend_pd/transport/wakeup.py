@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a step that computes nothing waits, and how a scheduler and its ranks wake each other: by an empty datagram.
 
-Ranks wake decode's scheduler, which sleeps between two steps, and so do its clients that send tickets. Prefill's
-scheduler wakes its ranks, which wait in a step that computes nothing.
+Ranks wake decode's scheduler, which sleeps between two steps, and so does its metaserver client. Prefill's ticket
+listener wakes the ranks of its engine, which wait in a step that computes nothing.
 
 A wakeup is only a hint. If it is missing, the other sleeps to the end: processes on other hosts or in other network
 namespaces cannot send it. One too many wakes it early: any process on the host can send it.
@@ -37,7 +37,7 @@ class WakeupSocket:
             raise
 
     def wait(self, timeout_s: float) -> None:
-        """Blocks until somebody wakes the scheduler, or has done so since `clear`. `timeout_s`: the longest wait."""
+        """Blocks until somebody sends a wake-up, or has done so since `clear`. `timeout_s`: the longest wait."""
         self._socket.settimeout(timeout_s)
         with contextlib.suppress(TimeoutError, BlockingIOError):  # the latter for 0
             self._socket.recv(1)
@@ -64,7 +64,7 @@ class WakeupSender:
         self._socket.settimeout(0.0)
 
     def wake(self, address: str) -> None:
-        """Wakes the scheduler at `address`. Never blocks or raises."""
+        """Wakes whoever waits at `address`. Never blocks or raises."""
         with contextlib.suppress(OSError):  # nobody is there, or enough wake-ups wait already
             self._socket.sendto(b"", f"\0{address}")
 

@@ -7,5 +7,6 @@ All code here runs in one asyncio event loop, so state needs no locks. Owners:
 - The task that serves a client owns its `ProxiedRequest`.
 - The task that serves a ticket owns its `Prefill`.
 
-Other tasks change these objects only by calling their methods.
+Other tasks change these objects by their methods. The metaserver and `Deliveries` also set a few fields of a `Prefill`
+and its request.
 """

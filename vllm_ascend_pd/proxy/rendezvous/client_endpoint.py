@@ -116,7 +116,7 @@ class ClientRequests:
         counts what is made of bodies; who reads them counts their bytes."""
         self._request_table = request_table
         self._decode_pool = decode
-        self._prefill = prefill
+        self._prefill_pool = prefill
         self._deliveries = deliveries
         self._observer = observer
         self._budget = budget
@@ -259,7 +259,7 @@ class ClientRequests:
         params: dict[str, str | bool | float] = {}
         if request.who_computes is not None:
             params[WHO_COMPUTES] = request.who_computes
-        wait = self._prefill.queue_wait(self._deliveries.passed_over(decode))
+        wait = self._prefill_pool.queue_wait(self._deliveries.passed_over(decode))
         request.without_prefill = (request.prefill_gone or wait is None) and request.who_computes != BY_PREFILL
         if request.without_prefill:
             params[PREFILL_AVAILABLE] = False
@@ -269,7 +269,7 @@ class ClientRequests:
         elif wait is not None and wait >= _LEAST_WAIT_SECONDS:
             params[PREFILL_WAIT_S] = round(wait, 3)
         # After a failure, what the engines have said may be wrong: one of another version may have taken a place.
-        if not request.failures and (first := self._prefill.prefill_first_tokens()):
+        if not request.failures and (first := self._prefill_pool.prefill_first_tokens()):
             params[PREFILL_FIRST_TOKENS] = first
         return params
 

@@ -39,8 +39,8 @@ class Deliveries:
 
     def __init__(self, prefill: EnginePool, decode: EnginePool, observer: ProxyObserver, limit: int) -> None:
         """`limit`: failed transfers in a row that pass a pair over."""
-        self._prefill = prefill
-        self._decode = decode
+        self._prefill_pool = prefill
+        self._decode_pool = decode
         self._observer = observer
         self._limit = limit
         self._pairs: dict[RegisteredEngine, dict[RegisteredEngine, _Pair]] = {}
@@ -55,7 +55,7 @@ class Deliveries:
         self._observer.attempt_failed(EngineRole.PREFILL, failure, prefill.request_id)
         if not prefill.is_evidence:
             return
-        self._prefill.note_request_result(prefill.engine, failure.kind)
+        self._prefill_pool.note_request_result(prefill.engine, failure.kind)
         if RULES[EngineRole.PREFILL, failure.kind].counts is Counts.IF_OTHERS_DELIVER:
             self.failed(prefill.engine, prefill.decode_engine, failure.for_all)
 
@@ -80,19 +80,19 @@ class Deliveries:
             if failure.kind is not FailureKind.TICKET or failure.url in {prefill.engine, *counted}:
                 continue
             counted.add(failure.url)
-            if (engine := self._prefill.engines.get(failure.url)) is not None:
-                self._prefill.refused_what_others_took(engine, failure.kind.value)
+            if (engine := self._prefill_pool.engines.get(failure.url)) is not None:
+                self._prefill_pool.refused_what_others_took(engine, failure.kind.value)
 
     @owned
-    def delivered(self, prefill: str, decode: str, begun: float) -> None:
+    def delivered(self, prefill: str, decode: str, posted_at: float) -> None:
         """A prompt's KV has arrived.
 
         Args:
             prefill: the engine's URL.
             decode: the engine's URL.
-            begun: when the prefill began, on `time.monotonic`'s clock.
+            posted_at: when decode posted the ticket, on `time.monotonic`'s clock.
         """
-        self._prefill.note_request_result(prefill, None)
+        self._prefill_pool.note_request_result(prefill, None)
         if (engines := self._engines(prefill, decode)) is None:
             return
         for engine in engines:
@@ -105,7 +105,7 @@ class Deliveries:
         for each in (*beside, *((giver, other) for other in self._pairs[giver])):
             other = self._pair(*each)
             # What failed while this one was under way was no outage of the engine that both have.
-            if other.undecided and other.failed_at > begun:
+            if other.undecided and other.failed_at > posted_at:
                 self._decide(*each)
 
     @owned
@@ -135,7 +135,7 @@ class Deliveries:
 
     def passed_over(self, decode: Collection[str]) -> frozenset[str]:
         """URLs of the prefill engines whose last transfers to each of these decode engines have failed."""
-        now, takers = time.monotonic(), [self._decode.engines.get(url) for url in decode]
+        now, takers = time.monotonic(), [self._decode_pool.engines.get(url) for url in decode]
         return frozenset(
             giver.url
             for giver, each in self._pairs.items()
@@ -156,7 +156,7 @@ class Deliveries:
 
     def _engines(self, prefill: str, decode: str) -> tuple[RegisteredEngine, RegisteredEngine] | None:
         """The engines; None if one has been removed."""
-        giver, taker = self._prefill.engines.get(prefill), self._decode.engines.get(decode)
+        giver, taker = self._prefill_pool.engines.get(prefill), self._decode_pool.engines.get(decode)
         return None if giver is None or taker is None else (giver, taker)
 
     def _pair(self, giver: RegisteredEngine, taker: RegisteredEngine) -> _Pair:

@@ -103,7 +103,7 @@ class Metaserver:
         """`request_table`: the client requests that tickets are matched with."""
         self._request_table = request_table
         self._prefill_pool = prefill
-        self._decode = decode
+        self._decode_pool = decode
         self._deliveries = deliveries
         self._observer = observer
         self._tokens = settings.metaserver_tokens()
@@ -131,9 +131,9 @@ class Metaserver:
     async def post_ticket(self, request: Request) -> Response:
         """Answers a posted ticket.
 
-        200: a prefill engine has computed the prompt. 409: the request has all its tickets already. 410: the request
-        has ended meanwhile. 502: the prefill failed; `may_follow` in the body says whether one under another ticket may
-        succeed.
+        200: a prefill engine has computed the prompt. 400: the ticket has no id, and the request several prompts or
+        samples. 409: the request has all its tickets already. 410: the request has ended meanwhile. 502: the prefill
+        failed; `may_follow` in the body says whether one under another ticket may succeed.
         """
         ticket = await self._request_table.read(request, self._max_ticket_bytes, read_ticket, "ticket")
         prefill = self._register(ticket.header)
@@ -196,8 +196,9 @@ class Metaserver:
         prefill.answer = _prefill_failed(ticket.header, prefill, reasons, may_follow)
 
     async def _ask(self, ticket: ParsedTicket, prefill: Prefill) -> Response | Failure | None:
-        """Prefills at one engine. The stall watch, or a report from decode, may end it early. Returns the answer for
-        decode, or how it failed; None if nobody waits for it any more."""
+        """Has one engine compute the prompt: others are asked only while none has begun. The stall watch, or a report
+        from decode, may end it early. Returns the answer for decode, or how it failed; None if nobody waits for it any
+        more."""
         request, base = prefill.request, ticket.header.is_for_base_model
         parsed = request.parsed
         assert parsed is not None
@@ -232,7 +233,7 @@ class Metaserver:
 
     def _rank(self, prefill: Prefill, prompt: PromptEstimate) -> EngineRanking:
         """Ranks the engines for a prompt: those that have failed for its request come last, if at all."""
-        engines, avoid = self._prefill_pool.engines, frozenset(prefill.request.failed_prefill)
+        engines, avoid = self._prefill_pool.engines, frozenset(prefill.request.failed_prefill_urls)
         doubted = self._deliveries.passed_over([prefill.decode_engine])
         if not avoid or not set(engines.urls) - avoid:
             return engines.rank(prompt, doubted=doubted)
@@ -244,7 +245,7 @@ class Metaserver:
     def _may_begin_anew(self, request: ProxiedRequest) -> bool:
         """Whether another attempt at decode may replace the one in flight, which has failed through no fault of its own
         engine: it is allowed, and the client has got nothing yet."""
-        return not request.reply.started and self._decode.to_avoid([*request.failures, _NO_KV]) is not None
+        return not request.reply.started and self._decode_pool.to_avoid([*request.failures, _NO_KV]) is not None
 
     # Failures.
 

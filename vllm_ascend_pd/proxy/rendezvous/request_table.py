@@ -99,7 +99,7 @@ class ProxiedRequest(Attempt):
         """Of its attempts at decode."""
         self.prefill_failures: dict[int, list[Failure]] = {}
         """Why prefills failed, by the number of the prompt; of several samples, those of the one with most failures."""
-        self.failed_prefill: set[str] = set()
+        self.failed_prefill_urls: set[str] = set()
         """URLs of prefill engines that failed for it."""
         self.counted_refusals: set[str] = set()
         """URLs of prefill engines whose refusal of its tickets was counted."""
@@ -301,7 +301,7 @@ class Prefill(Attempt):
         request.prefill_failures[self.prompt] = max(known, self.failures, key=len)
         rule = RULES[EngineRole.PREFILL, failure.kind]
         if rule.counts is Counts.YES or rule.asks is Asks.NONE:
-            request.failed_prefill.add(failure.url)
+            request.failed_prefill_urls.add(failure.url)
 
     def end(self) -> None:
         """Nobody waits for the KV any more."""

@@ -106,8 +106,8 @@ class Attempt:
     """A request on its way to an engine of one role: it waits for one, then it is there.
 
     A prefill is one attempt. A client's request has one attempt at decode after the other, and these fields are those
-    of the latest (`_begin`). `EnginePool.open` and `StallWatch` change them. The watch and the metaserver may end an
-    attempt by `cut_short`.
+    of the latest (`_begin`). `EnginePool.open` and `StallWatch` set most of them. The watch and the metaserver may end
+    an attempt by `cut_short`.
     """
 
     group: Group | None = None
@@ -125,7 +125,7 @@ class Attempt:
     def _begin(self) -> None:
         """It is at no engine yet."""
         self.engine = ""
-        """URL of the engine asked last, which has the request or had it; empty if none was."""
+        """URL of the engine asked last, which has the request or had it. Empty if none was, and until one is chosen."""
         self.begun = False
         """Whether the engine has begun with the request, so that no other may get it."""
         self.is_taken = False
@@ -308,8 +308,8 @@ class EnginePool:
         """Sends a request; yields the response as soon as its headers have arrived, with the body still unread.
 
         If an engine of `ranking` cannot be connected to, or does not take the request, others are asked, as `RULES`
-        says; if none takes it, the first refusal is the response. A request for which all engines are busy waits. Once
-        an engine may have begun with the request, no other is asked.
+        says; if none takes it, one of the refusals is the response. A request for which all engines are busy waits.
+        Once an engine may have begun with the request, no other is asked.
 
         Raises EngineError, also for what goes wrong while the body is read inside the `async with`.
         """
@@ -431,6 +431,7 @@ class EnginePool:
         """Takes a slot at the next engine to ask, unless the request needs none. Returns None if all engines were tried
         or are gone. Raises EngineError if all are full or busy. `since`: when the request began to wait, on
         `time.monotonic`'s clock."""
+        attempt.engine = ""  # the watch must not end it because of an engine that it has left
         tiers = ranking.tiers
         while candidates := self._first_open(tiers, tried):
             if not ranking.takes_slot:

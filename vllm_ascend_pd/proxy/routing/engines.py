@@ -271,8 +271,9 @@ class EngineRanking(NamedTuple):
 class EngineRegistry:
     """The engines of one role, in the order in which they were added. There is one engine per URL.
 
-    `HealthChecks` alone records checks and load reports, and `EnginePool` alone what is in flight and how it ended. The
-    event loop's thread owns it. Engines of the command line are added before the loop runs.
+    `HealthChecks` alone records checks and load reports, `EnginePool` alone what is in flight and how it ended, and
+    `Deliveries` how transfers ended. The event loop's thread owns it. Engines of the command line are added before the
+    loop runs.
     """
 
     def __init__(self, role: EngineRole, queue: Queue[RegisteredEngine], settings: ProxySettings) -> None:
