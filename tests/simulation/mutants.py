@@ -189,7 +189,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "prefill's end without writing fails no ticket": _without(
         "core.decode_ticket:DecodeTicket.tick",
-        "elif now >= self._last_asks_at and",
+        "elif now >= self._awaits_writers_until and",
         "elif False and",
         seeds=0,
     ),

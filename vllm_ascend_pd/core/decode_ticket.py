@@ -100,8 +100,8 @@ class DecodeTicket:
     cached_tokens: int | None = None
     # When a writer first asked.
     _begun_at: float | None = None
-    # Until when writers may still ask, because prefill has ended.
-    _last_asks_at: float = math.inf
+    # Until when the ticket stays open although no writer is live, because prefill has ended.
+    _awaits_writers_until: float = math.inf
     # The prefill engine that asked last, and owns the ticket once it has a lease.
     _engine: tuple[str, Sharding] | None = None
     _leases: dict[WriterId, _Lease] = field(default_factory=dict)
@@ -138,7 +138,8 @@ class DecodeTicket:
         self._missing = expected
 
     def admit(self, request: GrantRequest, now: float) -> GrantRefused | None:
-        """Decides whether anybody may still write. Returns None if so, else the answer."""
+        """Decides whether anybody may still write. Returns None if so, else the answer. The time for the transfer runs
+        from the first call on."""
         self.tick(now)
         if request.digest != self.digest:
             return GrantRefused("the ticket was altered", retry=False)
@@ -235,7 +236,7 @@ class DecodeTicket:
 
     def prefill_has_ended(self, now: float, last_asks_s: float) -> None:
         """Prefill has ended: writers have asked for a grant, or will within `last_asks_s` seconds."""
-        self._last_asks_at = now + last_asks_s
+        self._awaits_writers_until = now + last_asks_s
 
     def tick(self, now: float) -> None:
         """Lets time pass. The ticket fails if a lease has run out, or its deadline has passed."""
@@ -246,7 +247,7 @@ class DecodeTicket:
             self.fail(f"prefill rank {lost[0].rank} of engine {lost[0].engine_id} went silent")
         elif now >= self.deadline:
             self.fail(_WAITED if self._begun_at is None else "the transfer took too long")
-        elif now >= self._last_asks_at and not self.live_writers():
+        elif now >= self._awaits_writers_until and not self.live_writers():
             self.fail("prefill ended without writing everything")
 
     def is_quiesced(self, now: float) -> bool:

@@ -22,7 +22,7 @@ class Arrivals:
     lost_blocks: set[int] = field(default_factory=set)
     # Tickets whose KV has arrived and must be verified before their requests join `closed`.
     delivered: list[Delivered] = field(default_factory=list)
-    # The same, as the scheduler learns it.
+    # All of this, as the scheduler learns it.
     report: WorkerReport = field(default_factory=WorkerReport)
 
     def __bool__(self) -> bool:
@@ -62,7 +62,8 @@ class Arrivals:
 
 
 class ArrivalQueue:
-    """Hands what has ended or failed from the control thread, which calls `add`, to the model thread.
+    """Hands what has ended or failed from the control thread, which calls `add`, to the model thread. That calls it,
+    too, when the engine goes to sleep.
 
     The condition guards every field. Neither thread waits for anything else while it holds the condition.
     """
