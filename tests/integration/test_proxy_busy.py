@@ -79,6 +79,7 @@ def test_a_lone_request_waits_until_the_busy_engine_has_room_again(slept: bool) 
         cluster.decode.room = 0
         answer = client.submit(cluster.complete)
         eventually(lambda: len(cluster.decode.received) > 2)
+        eventually(lambda: cluster.client.get("/status.json").json()["requests"]["phases"]["queued"] == 1)
         cluster.decode.room = None
         assert answer.result().status_code == 200
 

@@ -509,7 +509,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "layers leave together although their writes differ": _without(
         "prefill.sender:Sender._take_alike",
-        "if [(t.key, t.shape) for t in ours] != [(t.key, t.shape) for t in theirs]:",
+        "if [(t.key, t.portions_id) for t in ours] != [(t.key, t.portions_id) for t in theirs]:",
         "if False:",
         seeds=0,
     ),

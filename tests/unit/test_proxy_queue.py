@@ -249,20 +249,6 @@ async def waiting(pool: EnginePool, ranking: EngineRanking) -> AsyncIterator[lis
         yield got
 
 
-async def test_a_request_that_waits_again_is_at_no_engine() -> None:
-    """The watch would end it if the engine that was busy has stopped."""
-    pool, again = pool_of_decode(), Attempt()
-    left = pool.engines.add("http://left", "file")
-    assert await pool.queue.acquire([left]) is left
-    again.engine = left.url
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(pool.acquire, again, pool.engines.rank(UNREAD_PROMPT), set(), time.monotonic())
-        await settle()
-        assert pool.queue.waiting == 1
-        assert again.engine == ""
-        tasks.cancel_scope.cancel()
-
-
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_replaced_engines_do_not_restart_the_queue_timeout(at_once: bool) -> None:
     """`at_once`: for a moment there is no engine."""

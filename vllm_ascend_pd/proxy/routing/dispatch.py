@@ -125,7 +125,7 @@ class Attempt:
     def _begin(self) -> None:
         """It is at no engine yet."""
         self.engine = ""
-        """URL of the engine asked last, which has the request or had it. Empty if none was, and until one is chosen."""
+        """URL of the engine asked last, which has the request or had it. Empty if none was, or that one refused it."""
         self.begun = False
         """Whether the engine has begun with the request, so that no other may get it."""
         self.is_taken = False
@@ -353,6 +353,7 @@ class EnginePool:
                         response.close()
                     return
                 refusals.append(_Refusal(engine, kind, response, self._has_no_other(engine)))
+                attempt.engine = ""  # while it waits for another, the watch must not end it because this one stops
                 log.info("request %s: %s engine %s: %s", attempt.request_id, self.role.value, url, refusals[-1].how)
                 if kind is FailureKind.BUSY and ranking.takes_slot:
                     if attempt.begun:
@@ -431,7 +432,6 @@ class EnginePool:
         """Takes a slot at the next engine to ask, unless the request needs none. Returns None if all engines were tried
         or are gone. Raises EngineError if all are full or busy. `since`: when the request began to wait, on
         `time.monotonic`'s clock."""
-        attempt.engine = ""  # the watch must not end it because of an engine that it has left
         tiers = ranking.tiers
         while candidates := self._first_open(tiers, tried):
             if not ranking.takes_slot:
