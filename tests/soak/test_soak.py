@@ -72,7 +72,7 @@ decode preempts."""
 LONG_FIRST = ClusterConfig(
     "soak, long prompts first",
     _ENGINES,
-    (dataclasses.replace(_DECODE, connector_extra=(*TIMES, ("prefill_first_tokens", 400))),),
+    (dataclasses.replace(_DECODE, connector_extra=(*TIMES, ("prefill_first_tokens", "auto"))),),
 )
 """The same, and prefill computes some prompts before decode gives them blocks."""
 
@@ -266,6 +266,8 @@ def test_soak(requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         for server, before in zip(soak.servers, soak.held, strict=True):
             grown = [now - then for now, then in zip(held(server), before, strict=True)]
             print(server.name, "grew in the second half by {:+d} MiB, {:+d} threads, {:+d} files".format(*grown))
+        first = [engine.metric("vllm:kv_pd_prefill_first_tokens") for engine in cluster.prefill]
+        assert all(first), "no prompt is computed before decode gives it blocks"
         retries = cluster.proxy.metric("vllm:kv_pd_proxy_retries_total")
         preemptions = cluster.decode[0].metric("vllm:num_preemptions_total")
         verified = cluster.decode[0].metric("vllm:kv_pd_verified_total")

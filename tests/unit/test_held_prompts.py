@@ -140,6 +140,19 @@ def test_blocks_are_freed_if_no_ticket_comes(prefill: Prefill) -> None:
     assert refused(prefill, transfer_id, late) == said.reason
 
 
+def test_an_intents_prompt_is_not_held_for_long(prefill: Prefill) -> None:
+    """Decode asks about its ticket every few seconds. Nobody does if the client left just as prefill answered."""
+    said = prefill.answered("r", params={**PREFILL_FIRST, "ticket_follows": True, "transfer_id": "xfer-1"})
+    assert said["hold_timeout_s"] == 60
+    prefill.clock.now += 59.9
+    assert prefill.fate("xfer-1", ticket_for(PROMPT)).retry, "it has not come"
+    prefill.clock.now += 59.9
+    assert prefill.run()[0].unsent == set()
+    prefill.clock.now += 0.1
+    assert prefill.run()[0].unsent == {"r"}
+    prefill.run(sent={"r"})
+
+
 def test_blocks_are_held_while_decode_asks_about_the_ticket(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no room for the request yet. When it does not ask any more, or a day has passed, they are freed."""
     transfer_id = prefill.answered("r")["transfer_id"]

@@ -102,8 +102,8 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Longest time of one all-to-all. After a longer one the engine must be restarted."""
     hold_timeout_s: _UpToADay | None = None
     """Longest time that a computed prompt keeps its blocks on prefill until decode's ticket comes, or decode asks about
-    it: behind a router that asks prefill first, or with `prefill_first_tokens`. At most a day. None: 480 s. In a
-    MultiConnector, None means that no such prompts are kept."""
+    it: behind a router that asks prefill first, or with `prefill_first_tokens`, then 60 s at most, because decode asks
+    every 5 s. At most a day. None: 480 s. In a MultiConnector, None means that no such prompts are kept."""
     bootstrap_port: _Port | None = None
     """Port where prefill tells routers for MooncakeConnector its engine id (routers.md). None: what the environment
     variable VLLM_MOONCAKE_BOOTSTRAP_PORT says, or no such port."""

@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 HOLD_TIMEOUT_S = 480.0
 """How long blocks are kept unless `hold_timeout_s` says otherwise: as long as vLLM's NIXL connector keeps them."""
+INTENT_HOLD_S = 60.0
+"""The longest hold of an intent's prompt. Decode asks about its ticket every 5 s from prefill's answer on, while a
+router may take its time. Where the client leaves just as prefill answers, nobody asks."""
 
 _NO_ROOM = (
     "prefill has too few blocks to hold this prompt: a prompt with a ticket needs them. Lower --max-model-len on "
@@ -100,11 +103,12 @@ class HeldPrompts:
         return hashlib.blake2b(request.encode(), key=self._key, digest_size=16).hexdigest()
 
     @owned
-    def add(self, prompt: OutgoingPrompt, transfer_id: str) -> None:
-        """A request for a prompt without a ticket has come."""
+    def add(self, prompt: OutgoingPrompt, transfer_id: str, is_intent: bool = False) -> None:
+        """A request for a prompt without a ticket has come. `is_intent`: for decode's intent, not for a router."""
         with self.listener.waiting() as waiting:
             self._take_releases(waiting)  # those that are over are not for this prompt
         prompt.transfer_id = transfer_id
+        prompt.hold_s = min(self._hold_timeout_s, INTENT_HOLD_S) if is_intent else self._hold_timeout_s
         self._prompts.setdefault(transfer_id, []).append(prompt)
         self.listener.prompt_came(transfer_id)
         self.room.add(prompt.request.request_id, self._blocks_of(prompt.request))
@@ -140,7 +144,7 @@ class HeldPrompts:
 
         Returns the `kv_transfer_params` of its response, which the router hands to decode.
         """
-        prompt.hold_until = self._clock() + self._hold_timeout_s
+        prompt.hold_until = self._clock() + prompt.hold_s
         prompt.hold_latest = self._clock() + MAX_TICKET_LIFETIME_S
         params = {
             "do_remote_prefill": True,
@@ -149,7 +153,7 @@ class HeldPrompts:
             TRANSFER_ID: prompt.transfer_id,
             TICKET_HOST: self.listener.host,
             TICKET_PORT: self.listener.port,
-            HOLD_S: self._hold_timeout_s,
+            HOLD_S: prompt.hold_s,
         }
         if self._secret is not None:
             where = (self._engine_id, self.listener.host, self.listener.port)
@@ -189,10 +193,10 @@ class HeldPrompts:
             if prompt.hold_until is not None and prompt.hold_until <= now and prompt.transfer_id is not None:
                 asked_at = self.listener.asked_at(prompt.transfer_id)
                 if asked_at is not None:
-                    prompt.hold_until = min(asked_at + self._hold_timeout_s, prompt.hold_latest)
-        late = f"neither a ticket nor a question about one came for {self._hold_timeout_s:g} s"
+                    prompt.hold_until = min(asked_at + prompt.hold_s, prompt.hold_latest)
+        late = "neither a ticket nor a question about one came for {:g} s"
         return [
-            (prompt, prompt.given_up or late)
+            (prompt, prompt.given_up or late.format(prompt.hold_s))
             for prompt in self._all()
             if prompt.hold_until is not None and (prompt.given_up is not None or now >= prompt.hold_until)
         ]

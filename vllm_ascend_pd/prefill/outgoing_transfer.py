@@ -39,8 +39,10 @@ class OutgoingPrompt:
     is_cut: bool = False
     # Whether vLLM has ended the request. The ranks may still read its blocks.
     ended: bool = False
-    # These five are of `HeldPrompts`. What the prompt's ticket will name. None: it waits for none.
+    # These six are of `HeldPrompts`. What the prompt's ticket will name. None: it waits for none.
     transfer_id: str | None = None
+    # How long the blocks of the ended request are held after decode has last asked about its ticket, in seconds.
+    hold_s: float = 0.0
     # Until when the blocks of the ended request are held for its ticket, on the monotonic clock.
     hold_until: float | None = None
     # The same, however often decode asks about the ticket.

@@ -18,6 +18,7 @@ from vllm_ascend_pd.core.threads import owned
 from vllm_ascend_pd.core.ticket import Ticket, TicketError, parse_ticket
 from vllm_ascend_pd.core.ticket_params import (
     MAX_TRANSFER_ID_CHARS,
+    TICKET_FOLLOWS,
     TRANSFER_ID,
     carries_ticket,
     expects_ticket,
@@ -114,13 +115,11 @@ class PrefillScheduler(ConnectorRole):
                     if self._windows.need_whole_prompt(self._parse(request, params)):
                         request.skip_reading_prefix_cache = True
         elif self._held is not None and expects_ticket(params):
-            self._expect_ticket(self._held, request, params.get(TRANSFER_ID))
+            self._expect_ticket(self._held, request, params)
 
-    def _expect_ticket(self, held: HeldPrompts, request: ScheduledRequest, transfer_id: object) -> None:
-        """Decode's ticket comes later, over the side channel.
-
-        `transfer_id`: the router's or the intent's, from outside.
-        """
+    def _expect_ticket(self, held: HeldPrompts, request: ScheduledRequest, params: Mapping[str, Any]) -> None:
+        """Decode's ticket comes later, over the side channel. `params`: the router's or the intent's, from outside."""
+        transfer_id = params.get(TRANSFER_ID)
         if transfer_id is None:
             transfer_id = held.transfer_id_of(self._requests.shared_id(request))
         reason = None
@@ -141,7 +140,7 @@ class PrefillScheduler(ConnectorRole):
         if prompt.is_cut:
             self._requests.drop_last_prompt_token(request)
         self._prompts[request.request_id] = prompt
-        held.add(prompt, transfer_id)
+        held.add(prompt, transfer_id, is_intent=params.get(TICKET_FOLLOWS) is True)
 
     @owned
     def allocated(self, request: ScheduledRequest, blocks: tuple[list[int], ...], num_external_tokens: int = 0) -> None:
