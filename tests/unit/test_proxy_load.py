@@ -30,6 +30,7 @@ from vllm_ascend_pd.proxy.routing.load import (
     load_of,
     queue_wait,
     tokens_ahead,
+    tokens_without_wait,
 )
 from vllm_ascend_pd.proxy.routing.strategies import PromptEstimate
 
@@ -101,11 +102,11 @@ def read(text: bytes, at_a_time: int = 1 << 16, metrics: MetricsReader | None = 
         ("vllm:kv_pd_waiting_blocks 6.0\n", LoadSnapshot()),
         (
             'vllm:kv_pd_prefill_first_tokens{engine="0"} 512.0\nvllm:kv_pd_prefill_first_tokens{engine="1"} 2048.0\n',
-            LoadSnapshot(prefill_first_tokens=2048),
+            LoadSnapshot(prefill_first_tokens=2048, ranks=2),
         ),
         (
             'vllm:kv_pd_prefill_first_tokens{engine="0"} 512.0\nvllm:kv_pd_prefill_first_tokens{engine="1"} 0.0\n',
-            LoadSnapshot(prefill_first_tokens=0),
+            LoadSnapshot(prefill_first_tokens=0, ranks=2),
         ),
         ("vllm:num_requests_running 1e308\nvllm:num_requests_waiting +Inf\n", LoadSnapshot()),
         ("vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\n", LoadSnapshot()),
@@ -321,6 +322,27 @@ def engines_with(*tokens: int) -> list[EngineLoad]:
 )
 def test_tokens_ahead(tokens: tuple[int, ...], queued: float, ahead: float) -> None:
     assert tokens_ahead(engines_with(*tokens), queued) == pytest.approx(ahead)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps", "queued", "longest"),
+    [
+        ((0,), ((2048, 1),), 0, 2048),
+        ((500,), ((2048, 1),), 0, 1548),
+        ((500, 3000), ((2048, 1), (2048, 1)), 0, 1548),
+        ((500, 3000), ((2048, 1), (8192, 1)), 0, 5192),
+        ((5000,), ((2048, 1),), 0, 1),
+        ((5000,), ((2048, 8),), 0, 1423),
+        ((0, 0), ((2048, 1), (2048, 1)), 1000, 1548),
+        ((0, 0), ((2048, 1), (0, 1)), 0, 0),
+        ((), (), 0, 0),
+    ],
+)
+def test_the_longest_prompt_of_one_step(
+    tokens: tuple[int, ...], steps: tuple[tuple[int, int], ...], queued: float, longest: int
+) -> None:
+    reported = [LoadSnapshot(prefill_first_tokens=step, ranks=ranks) for step, ranks in steps]
+    assert tokens_without_wait(engines_with(*tokens), reported, queued) == longest
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from vllm_ascend_pd.proxy.routing.answers import (
     may_refuse,
 )
 from vllm_ascend_pd.proxy.routing.engines import EngineRanking, EngineRegistry, RegisteredEngine, Streak
-from vllm_ascend_pd.proxy.routing.load import PrefillPace, most_first_tokens, queue_wait, tokens_ahead
+from vllm_ascend_pd.proxy.routing.load import PrefillPace, queue_wait, tokens_ahead, tokens_without_wait
 from vllm_ascend_pd.proxy.routing.queue import Group, NoFreeSlotError, Queue
 from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.transport.names import HostNames
@@ -258,22 +258,26 @@ class EnginePool:
     def queue_wait(self, doubted: Collection[str] = ()) -> float | None:
         """Estimates the seconds that a further prompt would wait for a prefill engine; 0 if unknown. None: no engine is
         well, but for those in `doubted`."""
-        well = [engine for engine in self.engines.well(time.monotonic()) if engine.url not in doubted]
-        return queue_wait(self._tokens_ahead(well), self.pace.tokens_per_second) if well else None
+        now = time.monotonic()
+        well = [engine for engine in self.engines.well(now) if engine.url not in doubted]
+        if not well:
+            return None
+        loads = [self.engines.load(engine, now) for engine in well]
+        return queue_wait(tokens_ahead(loads, self._queued_tokens), self.pace.tokens_per_second)
 
     def prefill_first_tokens(self) -> int:
         """Prompts of more tokens may be computed before decode gives them memory, at whichever prefill engine that is
         well. With what is computed before them, they take more than a step there. 0: none may."""
         now = time.monotonic()
         well = self.engines.well(now)
-        step = most_first_tokens([self.engines.reported_load(engine, now).prefill_first_tokens for engine in well])
-        return max(1, step - round(self._tokens_ahead(well))) if step else 0
+        loads = [self.engines.load(engine, now) for engine in well]
+        reported = [self.engines.reported_load(engine, now) for engine in well]
+        return tokens_without_wait(loads, reported, self._queued_tokens)
 
-    def _tokens_ahead(self, engines: Sequence[RegisteredEngine]) -> float:
-        """As `tokens_ahead`, of a prompt that one of `engines` gets."""
-        now = time.monotonic()
-        loads = [self.engines.load(engine, now) for engine in engines]
-        return tokens_ahead(loads, self.queue.waiting * self.engines.mean_tokens)
+    @property
+    def _queued_tokens(self) -> float:
+        """Tokens of the prompts that wait until any of the engines takes them."""
+        return self.queue.waiting * self.engines.mean_tokens
 
     def to_avoid(self, failures: Sequence[Failure]) -> frozenset[str] | None:
         """The engines that the next attempt must not use, or None if there is none. `failures`: of all so far."""

@@ -71,8 +71,10 @@ class LoadSnapshot(NamedTuple):
     kv_waiting: float | None = None
     """Share of the engine's blocks that have been given to requests whose KV has not arrived."""
     prefill_first_tokens: int = 0
-    """Prompts of more tokens may be computed there before decode gives them memory. 0: none may, on some rank at least,
-    or the engine does not say."""
+    """Prompts of more tokens may be computed there before decode gives them memory: tokens of a step. 0: none may, on
+    some rank at least, or the engine does not say."""
+    ranks: int = 1
+    """Data-parallel ranks, each of which computes such steps."""
 
 
 class MetricsReader:
@@ -113,6 +115,7 @@ class MetricsReader:
             # All ranks have the same capacity.
             kv_tokens = round(min(1.0, sum(use) / len(use)) * capacity)
         tokens = [value for name in _TOKENS for value in values.get(name, ())]
+        steps = values.get(_PREFILL_FIRST, ())
         return LoadSnapshot(
             _total(values.get(_RUNNING)),
             _total(values.get(_WAITING)),
@@ -123,7 +126,8 @@ class MetricsReader:
             self._asleep,
             _total(values.get(_VERIFIED)),
             _share(values.get(_WAITING_BLOCKS), self._blocks),
-            most_first_tokens([round(tokens) for tokens in values.get(_PREFILL_FIRST, ())]),
+            round(max(steps)) if steps and all(steps) else 0,
+            len(steps) or 1,
         )
 
     def _read(self, lines: bytes | bytearray) -> None:
@@ -169,11 +173,6 @@ def _total(values: list[float] | None) -> int | None:
 
 def _share(waiting: list[float] | None, blocks: list[int]) -> float | None:
     return min(1.0, sum(waiting) / sum(blocks)) if waiting and any(blocks) else None
-
-
-def most_first_tokens(of_engines: Sequence[int]) -> int:
-    """Returns the most of several engines' `prefill_first_tokens`; 0 if that of one is 0."""
-    return max(of_engines, default=0) if all(of_engines) else 0
 
 
 def _sizes(labels: bytes) -> dict[bytes, int]:
@@ -277,6 +276,24 @@ def tokens_ahead(engines: Sequence[EngineLoad], queued_tokens: float) -> float:
         queued_tokens: tokens of the prompts that wait until any of the engines takes them.
     """
     return min(engine.tokens for engine in engines) + queued_tokens / len(engines)
+
+
+def tokens_without_wait(engines: Sequence[EngineLoad], reported: Sequence[LoadSnapshot], queued_tokens: float) -> int:
+    """Returns the longest prompt that takes prefill no more than one step, with what is computed before it, at some
+    engine. At least 1; 0 if a step's tokens are not known of all engines.
+
+    Args:
+        engines: as in `tokens_ahead`.
+        reported: what each of them has reported.
+        queued_tokens: as in `tokens_ahead`.
+    """
+    if not reported or not all(each.prefill_first_tokens for each in reported):
+        return 0
+    left = [
+        each.prefill_first_tokens - (engine.tokens + queued_tokens / len(engines)) / each.ranks
+        for engine, each in zip(engines, reported, strict=True)
+    ]
+    return max(1, round(max(left)))
 
 
 def queue_wait(ahead: float, tokens_per_second: float) -> float:
