@@ -3,6 +3,7 @@
 
 - ids and times: the values of `VARYING` fields, as long as both have them;
 - how many tokens an event of a stream carries: events of one kind that follow each other are put together;
+- in a chat's stream, log probabilities of tokens without text: vLLM leaves them out unless their event has others;
 - log probabilities' last digits: float32 sums come out a little different when they are summed in another order;
 - `kv_transfer_params`, which a single engine has none of;
 - headers that a server writes for itself: about the connection, its request id, and what other origins may see.
@@ -98,7 +99,7 @@ def _stream(text: str) -> list[Any]:
     for block in re.split(r"\n\n+", text.strip("\n")):
         fields = dict(line.split(": ", 1) for line in block.split("\n") if ": " in line)
         data = fields.get("data", block)
-        event = {"event": fields.get("event"), "data": data if data == "[DONE]" else _json(data)}
+        event = {"event": fields.get("event"), "data": data if data == "[DONE]" else _with_text(_json(data))}
         last = _same_kind(whole, event)
         if last is None:
             whole.append(event)
@@ -112,6 +113,15 @@ def _json(data: str) -> Any:
         return json.loads(data)
     except ValueError:
         return data
+
+
+def _with_text(data: Any) -> Any:
+    """Returns an event's data without the log probabilities of tokens that have no text."""
+    for choice in (data.get("choices") or ()) if isinstance(data, dict) else ():
+        logprobs = choice.get("logprobs")
+        if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
+            logprobs["content"] = [each for each in logprobs["content"] if each["bytes"] != []]
+    return data
 
 
 def _kind(event: dict[str, Any]) -> Any:
