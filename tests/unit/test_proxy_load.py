@@ -29,7 +29,6 @@ from vllm_ascend_pd.proxy.routing.load import (
     PrefillPace,
     load_of,
     queue_wait,
-    tokens_ahead,
     tokens_without_wait,
 )
 from vllm_ascend_pd.proxy.routing.strategies import PromptEstimate
@@ -317,11 +316,25 @@ def engines_with(*tokens: int) -> list[EngineLoad]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "queued", "ahead"),
-    [((0,), 0, 0), ((5000,), 0, 5000), ((5000, 2000, 9000), 0, 2000), ((5000, 0), 0, 0), ((1000, 1000), 4000, 3000)],
+    ("tokens", "queued", "pace", "seconds"),
+    [
+        ((), 0, 1000, 0.0),
+        ((5000,), 0, 0, 0.0),  # the pace is unknown
+        ((0,), 0, 1000, 0.0),
+        ((5000,), 0, 1000, 5.0),
+        ((5000, 2000, 9000), 0, 1000, 2.0),
+        ((5000, 0), 0, 1000, 0.0),
+        ((1000, 1000), 4000, 1000, 3.0),
+        ((10**9,), 0, 1, MAX_WAIT_SECONDS),
+    ],
 )
-def test_tokens_ahead(tokens: tuple[int, ...], queued: float, ahead: float) -> None:
-    assert tokens_ahead(engines_with(*tokens), queued) == pytest.approx(ahead)
+def test_wait(tokens: tuple[int, ...], queued: float, pace: float, seconds: float) -> None:
+    assert queue_wait(engines_with(*tokens), queued, pace) == pytest.approx(seconds)
+
+
+@given(st.lists(st.integers(0, 10**12), max_size=4), st.floats(0, 1e12), st.floats(0, 1e9))
+def test_wait_is_bounded(tokens: list[int], queued: float, pace: float) -> None:
+    assert 0.0 <= queue_wait(engines_with(*tokens), queued, pace) <= MAX_WAIT_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -343,20 +356,6 @@ def test_the_longest_prompt_of_one_step(
 ) -> None:
     reported = [LoadSnapshot(prefill_first_tokens=step, ranks=ranks) for step, ranks in steps]
     assert tokens_without_wait(engines_with(*tokens), reported, queued) == longest
-
-
-@pytest.mark.parametrize(
-    ("ahead", "pace", "seconds"),
-    [(5000, 0, 0.0), (0, 1000, 0.0), (5000, 1000, 5.0), (10**9, 1, MAX_WAIT_SECONDS)],
-    ids=["the pace is unknown", "nothing waits", "it waits", "it waits for very long"],
-)
-def test_wait(ahead: float, pace: float, seconds: float) -> None:
-    assert queue_wait(ahead, pace) == pytest.approx(seconds)
-
-
-@given(st.floats(0, 1e13), st.floats(0, 1e9))
-def test_wait_is_bounded(ahead: float, pace: float) -> None:
-    assert 0.0 <= queue_wait(ahead, pace) <= MAX_WAIT_SECONDS
 
 
 def test_pace_counts_what_was_ahead() -> None:

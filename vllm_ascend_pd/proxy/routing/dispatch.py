@@ -42,7 +42,7 @@ from vllm_ascend_pd.proxy.routing.answers import (
     may_refuse,
 )
 from vllm_ascend_pd.proxy.routing.engines import EngineRanking, EngineRegistry, RegisteredEngine, Streak
-from vllm_ascend_pd.proxy.routing.load import PrefillPace, queue_wait, tokens_ahead, tokens_without_wait
+from vllm_ascend_pd.proxy.routing.load import PrefillPace, queue_wait, tokens_without_wait
 from vllm_ascend_pd.proxy.routing.queue import Group, NoFreeSlotError, Queue
 from vllm_ascend_pd.proxy.settings import ProxySettings
 from vllm_ascend_pd.transport.names import HostNames
@@ -260,10 +260,10 @@ class EnginePool:
         well, but for those in `doubted`."""
         now = time.monotonic()
         well = [engine for engine in self.engines.well(now) if engine.url not in doubted]
-        if not well:
-            return None
         loads = [self.engines.load(engine, now) for engine in well]
-        return queue_wait(tokens_ahead(loads, self._queued_tokens), self.pace.tokens_per_second)
+        if not loads:
+            return None
+        return queue_wait(loads, self._queued_tokens, self.pace.tokens_per_second)
 
     def prefill_first_tokens(self) -> int:
         """Prompts of more tokens may be computed before decode gives them memory, at whichever prefill engine that is

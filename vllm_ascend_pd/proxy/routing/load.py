@@ -265,17 +265,21 @@ class PrefillPace:
         return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
 
-def tokens_ahead(engines: Sequence[EngineLoad], queued_tokens: float) -> float:
-    """Returns how many prompt tokens are computed before a further prompt, at the engine with the shortest queue.
+def queue_wait(engines: Sequence[EngineLoad], queued_tokens: float, tokens_per_second: float) -> float:
+    """Returns the seconds that a further prompt would wait at the engine with the shortest queue; 0 if unknown.
 
     A prompt that is being computed counts as a whole until its engine has answered, so the estimate may be too high by
-    one prompt.
+    the time of one prompt.
 
     Args:
-        engines: the load of each engine that may get the prompt. There is one at least.
+        engines: the load of each engine that may get the prompt.
         queued_tokens: tokens of the prompts that wait until any of the engines takes them.
+        tokens_per_second: how many tokens an engine computes; 0 if unknown.
     """
-    return min(engine.tokens for engine in engines) + queued_tokens / len(engines)
+    if not engines or tokens_per_second <= 0:
+        return 0.0
+    ahead = min(engine.tokens for engine in engines) + queued_tokens / len(engines)
+    return min(ahead / tokens_per_second, MAX_WAIT_SECONDS)
 
 
 def tokens_without_wait(engines: Sequence[EngineLoad], reported: Sequence[LoadSnapshot], queued_tokens: float) -> int:
@@ -283,9 +287,8 @@ def tokens_without_wait(engines: Sequence[EngineLoad], reported: Sequence[LoadSn
     engine. At least 1; 0 if a step's tokens are not known of all engines.
 
     Args:
-        engines: as in `tokens_ahead`.
-        reported: what each of them has reported.
-        queued_tokens: as in `tokens_ahead`.
+        engines, queued_tokens: as in `queue_wait`.
+        reported: what each of the engines has reported.
     """
     if not reported or not all(each.prefill_first_tokens for each in reported):
         return 0
@@ -294,13 +297,3 @@ def tokens_without_wait(engines: Sequence[EngineLoad], reported: Sequence[LoadSn
         for engine, each in zip(engines, reported, strict=True)
     ]
     return max(1, round(max(left)))
-
-
-def queue_wait(ahead: float, tokens_per_second: float) -> float:
-    """Returns the seconds that a further prompt would wait for prefill; 0 if unknown.
-
-    Args:
-        ahead: tokens that are computed before it.
-        tokens_per_second: how many tokens an engine computes; 0 if unknown.
-    """
-    return min(ahead / tokens_per_second, MAX_WAIT_SECONDS) if tokens_per_second > 0 else 0.0
