@@ -7,7 +7,8 @@
 #   --results FOLDER        where the results go (first-hours-DATE-TIME)
 #   --model FOLDER          a dense model, for example Qwen3-8B (default: a small model with random weights)
 #   --moe FOLDER            a model with experts or MLA, for a last pair of engines (default: left out)
-#   --peer HOST             address of a second server, on which this runs at the same time with --steps peer
+#   --peer HOST             address of a second server. Run this there with --steps peer and --peer THIS_SERVER once
+#                           this one prints "peer:"
 #   --other-mooncake FOLDER
 #                           a second Mooncake (pip install --target FOLDER): the NPUs are tried with both
 #   --steps NAMES           only these steps, separated by commas

@@ -5,7 +5,8 @@
 #   scripts/test.sh [--quick | --npu | --e2e | --benchmarks | --faults | --hostile | --simulation
 #                    | --mutants] [-k EXPRESSION] [--durations FILE] [-- PYTEST_ARGUMENT...]
 #
-#   --quick         skip the end-to-end tests (real vLLM engines, which take most of the time) and the NPU tests
+#   --quick         skip the end-to-end tests (real vLLM engines, which take most of the time), the NPU tests, faults and
+#                   the simulation
 #   --npu           only the NPU tests: torch_npu and vllm-ascend on emulated CANN libraries, with more pairs of
 #                   parallel sizes
 #   --e2e           only the end-to-end tests on vLLM's CPU backend, with more kinds of engines. Then 200 requests of the

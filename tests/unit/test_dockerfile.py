@@ -145,7 +145,7 @@ def copied(target: Path) -> None:
     for text in arguments("COPY"):
         *sources, place = text.split()
         for source in sources:
-            assert f"!{source.partition('/')[0]}" in ignored, source
+            assert f"!{source}" in ignored or f"!{source.partition('/')[0]}" in ignored, source
             to = target / source if place == "./" else target / place
             to.parent.mkdir(parents=True, exist_ok=True)
             if (REPOSITORY / source).is_dir():

@@ -306,7 +306,8 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
         recipients,
         PromptPlacement(requests, blocks, config, _engine_steps(setup), observer),
         idle,
-        # A writer whose process has ended counts as one until its bytes have settled.
+        # A writer whose process has ended counts as one until its bytes have settled. (As over TCP: over `ascend` they
+        # may take ten minutes, and no client waits as long.)
         config.lease_s + TransferLimits(timeout_s=config.write_timeout_s).settle_s,
         Intents(longest, issuer, requests, recipients, config.queue_timeout_s),
         may_compute,

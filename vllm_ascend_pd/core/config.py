@@ -121,7 +121,8 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     (`kv_port`, `bootstrap_port`, the ticket listener's). Ports that ranks choose are free. A URL
     (`scheme://host[:port][/path]`) admits a metaserver that does not sign. Empty: with a secret, all engines that have
     it; otherwise this host, and with `trust_network` private networks and the networks of this host's interfaces.
-    Without a URL, tickets are posted only to this host, path `/v1/metaserver`."""
+    Without a URL, tickets are posted to metaservers that have the secret; without a secret only to this host, path
+    `/v1/metaserver`."""
     trust_network: bool = False
     """Without a secret, start although other hosts can reach this engine. Whoever reaches it is trusted."""
     metaserver_token_file: str | None = None
