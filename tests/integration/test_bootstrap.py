@@ -130,6 +130,12 @@ def test_an_engine_says_where_it_takes_tickets(
         query(bootstrap)
 
 
+def test_engines_of_a_further_host_go_on_counting() -> None:
+    engines = json.loads(answer_of("prefill_dp8", "prefill_dp8-1234", HOST, 7008, siblings=1))
+    assert [each["engine_id"] for each in engines.values()] == ["prefill_dp8", "prefill_dp9"]
+    assert engines["1"]["worker_addr"]["0"]["0"] == f"{HOST}:7009"
+
+
 def test_without_a_port_there_is_no_server(model: Path, ports: list[int]) -> None:
     with prefill(model, ports[1]):
         assert not any(thread.name == "pd-bootstrap" for thread in threading.enumerate())

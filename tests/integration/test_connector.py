@@ -116,14 +116,18 @@ COMPUTING = dataclasses.replace(EMPTY, num_scheduled_tokens={"other": 1}, total_
 @pytest.mark.parametrize(
     ("policy", "window", "refused"), [("recompute", 64, True), ("recompute", 0, False), ("fail", 64, False)]
 )
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "MultiConnector"])
 def test_recomputing_a_request_that_needs_more_blocks_than_its_transfer_is_refused(
-    model: Path, policy: str, window: int, refused: bool
+    model: Path, policy: str, window: int, refused: bool, nested: bool
 ) -> None:
     """vLLM would schedule it before requests that have their blocks and could run."""
     of_a_block = {"block_size": 16, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
     spec = SlidingWindowSpec(**of_a_block, sliding_window=window) if window else full_attention()
-    transfer = {"kv_role": "kv_consumer", "kv_port": reserve_port(), "kv_load_failure_policy": policy}
-    config = config_of(model, transfer)
+    transfer: dict[str, Any] = {"kv_role": "kv_consumer", "kv_port": reserve_port()}
+    if nested:  # vLLM goes by its policy, and not by what is said or left out further in
+        one = {"kv_connector": NAME, **transfer}
+        transfer |= {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [one]}}
+    config = config_of(model, {**transfer, "kv_load_failure_policy": policy})
     with (
         pytest.raises(ConfigError, match="Set it to fail") if refused else nullcontext(),
         scheduler_connector(config, caches_of(spec)),

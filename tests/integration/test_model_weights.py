@@ -165,6 +165,19 @@ def test_updates_change_the_fingerprint(worker: Any, tmp_path: Path, update: str
     assert loaded.current.version > before.version
 
 
+def test_an_update_of_layers_that_draft_alone_does_not(worker: Any, tmp_path: Path) -> None:
+    """Prefill may have no such layers, and could not follow."""
+    save(tmp_path / "model.safetensors")
+    loaded = loaded_weights(config(tmp_path), patch.follow, logs=False)
+    before = loaded.current
+    worker._weight_update_is_draft = True  # it stays so until the next update starts
+    worker.update_weights(None)
+    worker.finish_weight_update()
+    assert loaded.current == before
+    worker.reload_weights(weights_iterator=iter(()))
+    assert loaded.current.version > before.version
+
+
 def test_a_worker_is_patched_once_and_its_own_errors_pass(worker: Any) -> None:
     patch.follow(LoadedWeights("a"), lambda folder: "a")
     once = type(worker).update_weights

@@ -112,7 +112,7 @@ def test_what_a_worker_has_opened_is_closed_if_it_cannot_be_built(monkeypatch: p
     monkeypatch.setattr(build_worker, "readers_of_others", lambda config: None)
     monkeypatch.setattr(build_worker, "TransferEngine", Engine)
     config: Any = SimpleNamespace()
-    setup = EngineSetup(config, config, ConnectorConfig(), "p", "p-1", "127.0.0.1", 1, prefills=True)
+    setup = EngineSetup(config, config, ConnectorConfig(), "p", "p-1", "127.0.0.1", 1, prefills=True, recomputes=False)
     with pytest.raises(RuntimeError, match="overlap"):
         build_worker.connect_worker(setup, {})
     assert closed == ["engine", "device"]

@@ -243,6 +243,9 @@ def test_compressed_caches(tmp_path: Path) -> None:
         assert len(migrated(serve(options), model=tmp_path).stops) == 1
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in migrated(serve(), model=tmp_path).stops[0].why
+    for wrong in ("[]", '{"text_config": "llama"}'):
+        (tmp_path / "config.json").write_text(wrong)
+        assert migrated(serve(), model=tmp_path).stops, wrong
 
 
 # --- words -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ With vLLM's own scheduler and block pool.
 """
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,18 @@ def test_an_adapter_on_a_file_system_that_hangs_holds_up_no_other(
     asked = engine.add("c", range(PROMPT), lora=hangs)
     assert VllmRequests().digest(asked, PROMPT, "0" * 32).adapter == "unread:hangs"
     answers.set()
+
+
+def test_more_adapters_than_are_remembered_are_all_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_MAX_CACHED", 2)
+    monkeypatch.setattr(weights, "read_adapter", lambda each: each.lora_name)
+    adapters = weights.Adapters()
+    asked = [LoRARequest(name, number, f"/mnt/{name}") for number, name in enumerate("abc", start=1)]
+    unread = [(lora, adapters.read(lora)) for lora in asked]
+    until = time.monotonic() + 30
+    while unread and time.monotonic() < until:
+        unread = [(lora, known) for lora, known in unread if adapters.content(lora, known) is None]
+    assert unread == []
 
 
 def test_a_request_that_ends_before_its_adapter_was_read_waits_for_no_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same prompt on both sides: what schedulers say of vLLM's own requests, and when prefill refuses."""
 
+import inspect
 import json
 import logging
 import time
@@ -196,6 +197,19 @@ def test_other_embeddings_are_refused():
     for other in (-embeddings, embeddings.flip(0), embeddings.float()):
         assert refusal_of_prefill(posted, tokens=None, prompt_embeds=other) == "the prompt's embeddings differ"
     assert "embeddings differ" in refusal_of_prefill(posted)
+
+
+@pytest.mark.skipif(
+    "prompt_is_token_ids" not in inspect.signature(Request).parameters, reason="vLLM 0.23 takes no such prompts"
+)
+def test_all_of_a_prompt_is_cut_that_vllm_s_model_runner_reads():
+    """It copies them all into one row of the batch: another length ends the engine."""
+    embeddings = torch.randn(len(TOKENS), 256, dtype=torch.bfloat16)
+    are_token_ids = [index % 2 == 0 for index in range(len(TOKENS))]
+    cut = request({}, tokens=[*TOKENS], prompt_embeds=embeddings, prompt_is_token_ids=are_token_ids)
+    VllmRequests().drop_last_prompt_token(cut)
+    parts = [cut.prompt_token_ids, cut.prompt_embeds, cut.prompt_is_token_ids, cut.all_token_ids]
+    assert [len(part) for part in parts] == [cut.num_prompt_tokens] * 4 == [len(TOKENS) - 1] * 4
 
 
 def reads_at_once(read):

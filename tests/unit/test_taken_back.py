@@ -163,6 +163,17 @@ def test_preemption_takes_back_nothing_that_was_sent(start: Start, how: str) -> 
     assert prefill.ranks.told["r"] is None
 
 
+def test_a_reset_of_the_prefix_cache_finds_no_block_of_a_window_held(start: Start) -> None:
+    prefill = start(windows=[2 * BLOCK], step_tokens=48, beside=None)
+    prefill.ask("r", PROMPT)
+    prefill.begin()
+    prefill.see()
+    assert prefill.ours._role._prompts["r"].held
+    assert prefill.vllm.reset_prefix_cache(reset_running_requests=True)
+    prefill.run()
+    assert prefill.ranks.told["r"] is None
+
+
 def test_rejected_drafts_take_back_nothing_of_the_prompt(start: Start) -> None:
     prefill = start(beside=None)
     prefill.vllm.num_spec_tokens = 2  # its statistics count them

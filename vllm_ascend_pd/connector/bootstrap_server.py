@@ -43,12 +43,14 @@ def answer_of(
 ) -> bytes:
     """Returns the JSON for an engine that takes tickets at `host:port`, as `GET /query` answers it.
 
-    `siblings`: how many further data-parallel engines are on this host. Each takes tickets on the next port.
+    `siblings`: how many further data-parallel engines are on this host. Each takes tickets on the next port, and its id
+    ends in the next number.
     `secret`: signs the addresses.
     """
+    base, _, number = engine_id.rpartition("_dp")  # as vLLM names them
     entries = []
     for rank in range(siblings + 1):
-        name = f"{engine_id.removesuffix('_dp0')}_dp{rank}" if rank else engine_id
+        name = f"{base}_dp{int(number) + rank}" if rank else engine_id
         signature = "" if secret is None else sign_listener(secret, name, host, port + rank)
         address = {"0": {"0": authority(host, port + rank)}}
         entries.append(Engine(name, address, None if rank else started_as, signature))

@@ -31,10 +31,14 @@ from vllm_ascend_pd.connector.int8_caches import int8_caches
 from vllm_ascend_pd.connector.known_faults import warn_of_known_faults
 from vllm_ascend_pd.connector.metrics import PushSpans, ReceiveSpans
 from vllm_ascend_pd.connector.model import draft_summary, media_hashing, model_settings, model_summary
-from vllm_ascend_pd.connector.patches import install_for_decode_scheduler, vllm_0_33_lost_steps
+from vllm_ascend_pd.connector.patches import (
+    install_for_decode_scheduler,
+    vllm_0_23_to_0_33_window_holds,
+    vllm_0_33_lost_steps,
+)
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_sleep import follow_engine, follow_worker
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_weight_updates import follow
-from vllm_ascend_pd.connector.roles import CLOSE_TIMEOUT_S, VllmDecodeScheduler
+from vllm_ascend_pd.connector.roles import CLOSE_TIMEOUT_S, VllmDecodeScheduler, VllmPrefillScheduler
 from vllm_ascend_pd.connector.setup import (
     EngineSetup,
     device_type,
@@ -75,7 +79,6 @@ from vllm_ascend_pd.observe.stats import (
 )
 from vllm_ascend_pd.observe.traces import decode_scheduler_trace, decode_trace, prefill_trace
 from vllm_ascend_pd.prefill.held_prompts import HOLD_TIMEOUT_S, HeldPrompts
-from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 from vllm_ascend_pd.prefill.ticket_admission import TicketAdmission
 from vllm_ascend_pd.prefill.ticket_listener import TicketListener
 from vllm_ascend_pd.prefill.worker import PrefillWorker
@@ -141,7 +144,9 @@ def _prefill(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequest
             left_to_decode(groups),
             peers.secret,
         )
-    scheduler = PrefillScheduler(
+    if any(group.windowed for group in groups):
+        vllm_0_23_to_0_33_window_holds.install()
+    scheduler = VllmPrefillScheduler(
         groups,
         requests,
         blocks,
@@ -259,8 +264,7 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
         logger.info("recompute_scheduler_enable is set: this engine computes no prompts, as with who_computes never")
     parallel = vllm_config.parallel_config
     warn_of_known_faults(parallel.data_parallel_size)
-    recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
-    if recomputes and gives_blocks_away(setup.caches):
+    if setup.recomputes and gives_blocks_away(setup.caches):
         raise ConfigError(
             "kv_load_failure_policy is recompute, for a model with sliding windows or chunked attention: if blocks run "
             "out, vLLM would wait for ever for the further blocks that a recomputed request needs. Set it to fail: the "
@@ -286,7 +290,7 @@ def _decode(setup: EngineSetup, groups: list[CacheGroup], requests: VllmRequests
     measured = DecodeSchedulerStats()
     traced = decode_scheduler_trace(config.trace_dir, setup.started_as)
     observer = tell_all(measured, ReceiveSpans(), traced)
-    may_compute = recomputes and config.who_computes != "never"
+    may_compute = setup.recomputes and config.who_computes != "never"
     wake = partial(waker.wake, idle.wakeup_address)
     metaserver = MetaserverClient(config, setup.host, may_compute, observer, secret, wake)
     prefill = PrefillClient(setup.peers, config, observer)
@@ -409,8 +413,7 @@ def _worker(setup: EngineSetup, kv_caches: dict[str, KVCache]) -> Connected:
             return Connected(prefill, lambda: measured.take(prefill.status) or no_stats(), opened.pop_all())
         traced = tell_all(decode_trace(config.trace_dir, rank))
         # Where lost blocks are named, vLLM computes from the first of them on without asking the scheduler's connector.
-        policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-        asks_again = config.who_computes == "never" and policy == "recompute"
+        asks_again = config.who_computes == "never" and setup.recomputes
         fails_by_request = HAS_TRANSFER_RESULTS and (asks_again or not lost_blocks_say_all(setup.caches))
         decode = DecodeWorker(rank, config, device, engine, caches, weights, traced, fails_by_request, setup.peers)
         opened.callback(decode.close, CLOSE_TIMEOUT_S)

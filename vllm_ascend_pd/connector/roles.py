@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler of a decode engine does with vLLM's own objects: the ranks' handshakes, and the block pool.
-
-Prefill's ranks describe themselves to nobody, so `PrefillScheduler` needs no such class.
-"""
+"""What the schedulers of both sides do with vLLM's own objects: the ranks' handshakes, and the block pool."""
 
 import logging
 from collections.abc import Mapping
@@ -15,12 +12,14 @@ from vllm_ascend_pd.connector.metrics import HandshakeMetadata
 from vllm_ascend_pd.connector.model import model_summary
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_hidden import bind_hidden
 from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_refusals import bind_refusals
+from vllm_ascend_pd.connector.patches.vllm_0_23_to_0_33_window_holds import bind_window_holds
 from vllm_ascend_pd.connector.setup import EngineSetup, sharding
 from vllm_ascend_pd.core.config import ConfigError
 from vllm_ascend_pd.core.protocol import EngineDescription, RankDescription
 from vllm_ascend_pd.core.step import DecodeStep
 from vllm_ascend_pd.decode.listener import DescriptionListener
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
+from vllm_ascend_pd.prefill.scheduler import PrefillScheduler
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -30,6 +29,14 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 CLOSE_TIMEOUT_S = 5.0
 """Longest wait for each thing that a connector closes."""
+
+
+class VllmPrefillScheduler(PrefillScheduler):
+    """A prefill engine's scheduler."""
+
+    def bind_block_pool(self, pool: "BlockPool") -> None:
+        super().bind_block_pool(pool)
+        bind_window_holds(pool, self.release_windows)
 
 
 class VllmDecodeScheduler(DecodeScheduler):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -40,6 +40,8 @@ class EngineSetup:
     port: int
     # Whether the engine prefills. Otherwise it decodes.
     prefills: bool
+    # Whether vLLM computes requests whose KV could not be loaded (`kv_load_failure_policy`).
+    recomputes: bool
     # The engines on the other side.
     peers: Peers = field(default_factory=Peers)
 
@@ -83,6 +85,7 @@ def read_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -
         # Each data-parallel engine of a node has its own listener.
         port=int(transfer.kv_port) + int(getattr(vllm_config.parallel_config, "data_parallel_index", 0)),
         prefills=bool(transfer.is_kv_producer),
+        recomputes=(_multi_connector() or vllm_config).kv_transfer_config.kv_load_failure_policy == "recompute",
         peers=read_peers(config, host),
     )
 
@@ -179,12 +182,22 @@ def is_being_built() -> bool:
 
     vLLM tells a scheduler's connector nothing of the others.
     """
+    return _multi_connector() is not None
+
+
+def _multi_connector() -> VllmConfig | None:
+    """Returns the configuration that the outermost MultiConnector is being built with. None if none is being built.
+
+    Each connector in it gets a copy with a `kv_transfer_config` of its own, while vLLM goes by this one.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not MultiConnector.__init__.__code__:
+    found, frame = None, cast("FrameType | None", sys._getframe())
+    while frame is not None:
+        if frame.f_code is MultiConnector.__init__.__code__:
+            found = frame.f_locals["vllm_config"]
         frame = frame.f_back
-    return frame is not None
+    return found
 
 
 def asked_before(kv_connector: str | None, extra_config: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from weakref import WeakSet
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashListWithBlockSize
 
 from vllm_ascend_pd.connector.vllm_view import ADAPTER
-from vllm_ascend_pd.connector.weights import Adapters
+from vllm_ascend_pd.connector.weights import AdapterRead, Adapters
 from vllm_ascend_pd.core.caches import CacheGroup, TokenGroup
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class VllmBlocks:
         # Requests that have had blocks, for as long as vLLM keeps them.
         self._with_blocks: WeakSet[Any] = WeakSet()
         self._adapters = Adapters()
-        # Requests whose adapters have not been read yet, by id.
-        self._unread: dict[str, Any] = {}
+        # Requests whose adapters have not been read yet, by id, with the reads.
+        self._unread: dict[str, tuple[Any, AdapterRead]] = {}
 
     def bind(self, pool: "BlockPool") -> None:
         self._pool = pool
@@ -60,14 +60,13 @@ class VllmBlocks:
 
     def add_request(self, request: Any) -> None:
         if request.lora_request is not None:
-            self._adapters.read(request.lora_request)
-            self._unread[request.request_id] = request
+            self._unread[request.request_id] = request, self._adapters.read(request.lora_request)
             self.take_adapters()
 
     def take_adapters(self) -> None:
         """Requests with other content of one name find no KV of each other."""
-        for request in list(self._unread.values()):
-            content = self._adapters.content(request.lora_request)
+        for request, known in list(self._unread.values()):
+            content = self._adapters.content(request.lora_request, known)
             if content is None and not request.is_finished():
                 continue
             del self._unread[request.request_id]

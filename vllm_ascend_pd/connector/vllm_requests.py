@@ -160,6 +160,8 @@ class VllmRequests:
                 del tokens[-1:]
         if request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-1]
+        if (are_token_ids := getattr(request, "prompt_is_token_ids", None)) is not None:  # not in 0.23
+            request.prompt_is_token_ids = are_token_ids[:-1]
         request.num_prompt_tokens -= 1
         if request.block_hashes:  # the last one may cover that token
             request.block_hashes.pop()

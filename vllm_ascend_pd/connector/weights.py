@@ -186,7 +186,9 @@ class AdapterContent(NamedTuple):
 
 
 @dataclass
-class _Known:
+class AdapterRead:
+    """What `Adapters` knows of an adapter."""
+
     # What counts. None: nothing yet.
     latest: AdapterContent | None = None
     # Since when the files are to be read, in monotonic seconds. None: they are not.
@@ -204,11 +206,11 @@ class Adapters:
     """
 
     def __init__(self) -> None:
-        self._known: _Recent[tuple[str, int, str], _Known] = _Recent()
+        self._known: _Recent[tuple[str, int, str], AdapterRead] = _Recent()
         # Reads that have threads, at most `_MAX_READING`.
         self._reading: list[Future[str | Exception]] = []
 
-    def read(self, adapter: "LoRARequest") -> None:
+    def read(self, adapter: "LoRARequest") -> AdapterRead:
         """Begins to read the adapter's files. Until that has ended, what was read before counts, if anything.
 
         Nothing counts that was read before if workers read the files anew in every step (`load_inplace`).
@@ -219,10 +221,11 @@ class Adapters:
         self._begin(known, adapter)
         if getattr(adapter, "load_inplace", False):
             known.latest = None
+        return known
 
-    def content(self, adapter: "LoRARequest") -> AdapterContent | None:
-        """Returns None if the adapter has not been read yet."""
-        known = self._of(adapter)
+    def content(self, adapter: "LoRARequest", known: AdapterRead) -> AdapterContent | None:
+        """Returns None if the adapter has not been read yet. `known`: as `read` returned it, since it may be one of too
+        many to be remembered."""
         if known.since is None:
             return known.latest
         self._begin(known, adapter)
@@ -233,7 +236,7 @@ class Adapters:
             known.latest = _content_of(adapter, TimeoutError(f"it was not read within {_ADAPTER_READ_S:g} s"))
         return known.latest
 
-    def _begin(self, known: _Known, adapter: "LoRARequest") -> None:
+    def _begin(self, known: AdapterRead, adapter: "LoRARequest") -> None:
         """Begins the read if it has no thread, and there may be another one."""
         if known.reading is None:
             self._reading = [reading for reading in self._reading if not reading.done()]
@@ -241,8 +244,8 @@ class Adapters:
                 known.reading = _start(functools.partial(read_adapter, adapter))
                 self._reading.append(known.reading)
 
-    def _of(self, adapter: "LoRARequest") -> _Known:
-        return self._known.remember((adapter.lora_name, adapter.lora_int_id, adapter.lora_path), _Known)
+    def _of(self, adapter: "LoRARequest") -> AdapterRead:
+        return self._known.remember((adapter.lora_name, adapter.lora_int_id, adapter.lora_path), AdapterRead)
 
 
 def _start(function: Callable[[], _V]) -> "Future[_V]":

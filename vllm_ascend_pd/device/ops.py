@@ -12,7 +12,7 @@ of a multiple of 32 bytes move faster; where the kernels were not built or canno
 same with torch's operators.
 
 Every op raises ValueError, naming the argument, its value and the limit, before a byte is written: for a count
-or offset below its minimum, a range outside its tensor, sections that overlap, `out` overlapping an input in
+or offset below its minimum, a range outside its tensor, sections that overlap, `out` overlapping a cache in
 memory, a tensor on another device than `out`, or one that is not contiguous where it must be. Only the values in
 `unit_offsets` are not looked at on an NPU: that would wait for the device.
 """

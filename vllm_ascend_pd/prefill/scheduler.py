@@ -260,6 +260,13 @@ class PrefillScheduler(ConnectorRole):
             self._prompts[request_id].start(())
         return preempted & self._transfers.keys()
 
+    @owned
+    def release_windows(self, request_ids: Collection[str]) -> None:
+        """vLLM is about to preempt these requests, and to reset its prefix cache: their blocks must be free then."""
+        for request_id in request_ids:
+            if (prompt := self._prompts.get(request_id)) is not None:
+                self._windows.release(prompt)
+
     def _was_preempted(self, prompt: OutgoingPrompt) -> bool:
         """Whether the request was preempted since the last call.
 

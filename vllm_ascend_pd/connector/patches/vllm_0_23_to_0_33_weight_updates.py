@@ -17,6 +17,8 @@ from vllm_ascend_pd.core.weights import LoadedWeights
 _WORKERS = (("vllm.v1.worker.gpu_worker", "Worker"), ("vllm_ascend.worker.worker", "NPUWorker"))
 UPDATES = ("reload_weights", "update_weights", "finish_weight_update", "reset_weights")
 """Methods of the worker. The last one comes with vLLM 0.32, whose `/weight_checker` calls it."""
+_IN_SESSIONS = ("update_weights", "finish_weight_update")
+"""Those of an update that the worker has been told to start."""
 
 ReadFiles = Callable[[str | None], str]
 """Returns the fingerprint of the files in a folder; None for the folder of the model's configuration."""
@@ -39,6 +41,9 @@ def follow(loaded: LoadedWeights, read: ReadFiles) -> None:
 def _followed_by(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def update(*args: Any, **kwargs: Any) -> Any:
+        # From 0.30 on, such an update may be of the layers that draft alone.
+        if method.__name__ in _IN_SESSIONS and getattr(args[0], "_weight_update_is_draft", False):
+            return method(*args, **kwargs)
         with ExitStack() as changing:
             for loaded, read in list(_followed.items()):
                 changing.enter_context(loaded.changing(method.__name__, _files(method.__name__, read, args, kwargs)))

@@ -57,8 +57,10 @@ def read_facts(path: str, kv_cache_dtype: str | None) -> ModelFacts:
         config = json.loads((given / "config.json" if given.is_dir() else given).read_text(encoding="utf-8"))
     except ValueError:
         return ModelFacts(None, problem, unsaid)
+    if not isinstance(config, dict):  # `problem` says so
+        return ModelFacts(None, problem, unsaid)
     text = config.get("text_config") or config
-    experts = any(isinstance(text.get(field), int) and text[field] > 1 for field in _EXPERTS)
+    experts = isinstance(text, dict) and any(isinstance(text.get(field), int) and text[field] > 1 for field in _EXPERTS)
     return ModelFacts(shape, problem, unsaid, experts)
 
 

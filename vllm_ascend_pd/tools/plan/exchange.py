@@ -103,7 +103,7 @@ class PlanFigures(msgspec.Struct, frozen=True):
     decode: PlannedEngine
     unit_tokens: int  # the smaller block size of the two sides
     lanes: int  # prefill ranks with the same heads and decode ranks, which divide the prompts
-    regrouping: tuple[str, ...]  # exchanged, dealt out, quantized: how units become decode's
+    regrouping: tuple[str, ...]  # how units become decode's, such as exchanged or quantized
     staging: Staging
     prompt: PromptFigures
     notes: tuple[str, ...]  # what the figures leave out
