@@ -45,7 +45,7 @@ def _digest_of_embeddings(ticket_id: str, embeddings: torch.Tensor) -> str:
     step = max(1, embeddings.shape[-1] // _EMBEDDING_COLUMNS)
     sampled = embeddings[..., ::step].detach().cpu().contiguous()
     shape = f"{tuple(embeddings.shape)} {embeddings.dtype}".encode()
-    return digest_of(ticket_id, shape, memoryview(sampled.view(torch.uint8).numpy()).cast("B"))
+    return digest_of(ticket_id, shape, sampled.view(torch.uint8).numpy().tobytes())
 
 
 # vLLM names child `i` of a request with n > 1 `i_<id>`, and appends 8 random characters to every id.

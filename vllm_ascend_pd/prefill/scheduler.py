@@ -188,6 +188,11 @@ class PrefillScheduler(ConnectorRole):
         self._requests.check_prompt(request, ticket)
         if self._has_states and request.max_tokens > 1:
             raise TicketError(_CHANGED_STATES.format(request.max_tokens))
+        if self._has_states and ticket.num_tokens != request.num_prompt_tokens:
+            raise TicketError(
+                f"the ticket is for {ticket.num_tokens} prompt tokens, and states are those behind "
+                f"{request.num_prompt_tokens}"
+            )
         self._windows.check(ticket, prompt)
         if self._windows.need_whole_prompt(ticket):  # should it start again, or later
             request.skip_reading_prefix_cache = True
@@ -311,7 +316,8 @@ class PrefillScheduler(ConnectorRole):
         alike = all(part == (start, stop) for part in parts)
         # The last token that is generated has no KV.
         grows = last and prompt.done < prompt.request.num_prompt_tokens + prompt.request.max_tokens - 1
-        in_one_step = prompt.before == 0 and request_id not in step.late  # so nothing of it was loaded
+        # So nothing of it was loaded, neither in this step nor in one before a preemption.
+        in_one_step = prompt.before == 0 and request_id not in step.late and start == ticket.remote_cached_tokens
         is_certain = in_one_step or not self._awaits_outputs
         confirmed = prompt.ended or (is_certain and not self._survives_faults)
         apart = () if alike else tuple(parts)
