@@ -234,6 +234,23 @@ def test_a_ticket_takes_its_own_prompt_and_not_one_with_a_token_more(prefill: Pr
     assert prefill.run()[0].tickets == dict(zip(["cmpl-x-1-01234568", "cmpl-x-0-01234567"], tickets, strict=True))
 
 
+def test_a_ticket_for_one_token_less_than_states_have_seen(scheduled_model: Path) -> None:
+    prefill = Prefill(scheduled_model, states=1)
+    prefill.add("r", [*PROMPT, 7], PREFILL_FIRST)
+    outputs: list[Any] = []
+    while not outputs:
+        outputs = prefill.run()[1]
+    transfer_id = outputs[0].kv_transfer_params["transfer_id"]
+    ticket = ticket_for(PROMPT, num_tokens=len(PROMPT) - 1)
+    blocks, sizes = [*ticket.remote_block_ids, [55]], [BLOCK, 1]
+    ticket = msgspec.structs.replace(ticket, remote_block_ids=blocks, remote_block_size=sizes)
+    prefill.offer(transfer_id, ticket)
+    assert not prefill.run()[0].tickets
+    prefill.wait_for_prompts()
+    assert "states are those behind 40" in refused(prefill, transfer_id, ticket)
+    prefill.close()
+
+
 def test_the_router_aborts_the_request(scheduled_model: Path) -> None:
     prefill = Prefill(scheduled_model, step_tokens=16)
     prefill.add("r", PROMPT, {**PREFILL_FIRST, "transfer_id": "xfer-1"})
@@ -247,6 +264,21 @@ def test_the_router_aborts_the_request(scheduled_model: Path) -> None:
     prefill.close()
 
 
+def test_the_router_aborts_the_request_when_its_ticket_has_come(scheduled_model: Path) -> None:
+    """Ranks tell decode of what they were told to send. They have not heard of this ticket yet."""
+    prefill = Prefill(scheduled_model, step_tokens=16)
+    prefill.add("first", OTHER, None)
+    prefill.run()
+    prefill.add("r", PROMPT, {**PREFILL_FIRST, "transfer_id": "xfer-1"})
+    ticket = ticket_for(PROMPT)
+    prefill.offer("xfer-1", ticket)
+    assert not prefill.run()[0].tickets
+    assert isinstance(prefill.fate("xfer-1", ticket), TicketTaken)
+    prefill.vllm.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    assert "aborted" in refused(prefill, "xfer-1", ticket)
+    prefill.close()
+
+
 def test_new_weights(prefill: Prefill) -> None:
     """Decode might have the new ones, and the prompt was computed with the old ones (R8)."""
     transfer_id = prefill.answered("r")["transfer_id"]
@@ -255,6 +287,14 @@ def test_new_weights(prefill: Prefill) -> None:
     ticket = ticket_for(PROMPT)
     prefill.offer(transfer_id, ticket)
     assert "weights were updated" in refused(prefill, transfer_id, ticket)
+
+
+def test_a_number_of_weight_updates_that_is_repeated(prefill: Prefill) -> None:
+    """Ranks report all of it again after a step was lost."""
+    prefill.run(WorkerReport(weight_updates={"0/0": 1}))
+    prefill.answered("r")
+    prefill.run(WorkerReport(weight_updates={"0/0": 1}))
+    assert prefill.run()[0].unsent == set()
 
 
 def test_preempted_before_its_ticket_came(scheduled_model: Path) -> None:

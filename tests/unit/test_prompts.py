@@ -190,6 +190,12 @@ def test_how_images_are_hashed():
     assert hashing_of(config()) != hashing_of(config(model="/mnt/vision"))
 
 
+def test_no_tokens_of_embeddings_have_a_digest():
+    """Of a prompt of one token with states, whose last token decode computes itself."""
+    one = request({}, tokens=None, prompt_embeds=torch.zeros(1, 8))
+    assert VllmRequests().digest(one, 0, "0" * 32).embeddings
+
+
 def test_other_embeddings_are_refused():
     embeddings = torch.randn(len(TOKENS), 256, dtype=torch.bfloat16)
     posted = posted_by_decode(tokens=None, prompt_embeds=embeddings)

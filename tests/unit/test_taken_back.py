@@ -106,6 +106,25 @@ def test_a_load_fails_of_a_request_that_was_preempted_meanwhile(start: Start, ho
     assert prefill.ranks.told["same"] is None
 
 
+def test_a_load_fails_of_a_request_of_which_a_part_was_sent_before_it_was_preempted(start: Start) -> None:
+    """Its next step computes all of it again, but sends only the rest."""
+    prefill = start(step_tokens=96, scheduler_class=AsyncScheduler)
+    prefill.failing = {0}
+    prefill.add("other", list(range(600, 660)), None)
+    prefill.ask("r", PROMPT, has=2 * BLOCK)
+    [first] = prefill.step_of(prefill.begin()).sends
+    assert not first.last
+    prefill.vllm.finish_requests("other", RequestStatus.FINISHED_ABORTED)
+    assert prefill.vllm.reset_prefix_cache(reset_running_requests=True)
+    [rest] = prefill.step_of(prefill.begin()).sends
+    assert rest.last
+    assert rest.start == first.stop
+    prefill.see()
+    prefill.see()
+    prefill.run(depth=2)
+    assert "r" in prefill.ranks.told
+
+
 def test_decode_keeps_what_it_has_cached(start: Start) -> None:
     """Its blocks may be other requests', too."""
     prefill = start()

@@ -85,11 +85,12 @@ class VllmBlocks:
     def allocated(self, request: Any) -> None:
         self._with_blocks.add(request)
 
-    def weights_updated(self, updates: dict[str, int]) -> None:
+    def weights_updated(self, updates: dict[str, int]) -> bool:
         if all(self._updates.get(rank) == count for rank, count in updates.items()):
-            return
+            return False
         self._updates.update(updates)
         logger.info("weights were updated: %d blocks were dropped from the prefix cache", self.drop_cached())
+        return True
 
     def drop_cached(self) -> int:
         for request in self._with_blocks:

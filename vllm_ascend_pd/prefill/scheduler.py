@@ -397,8 +397,7 @@ class PrefillScheduler(ConnectorRole):
     @owned
     def update(self, report: WorkerReport | None, ended: set[str]) -> None:
         if report is not None:
-            self._blocks.weights_updated(report.weight_updates)
-            if report.weight_updates and self._held is not None:
+            if self._blocks.weights_updated(report.weight_updates) and self._held is not None:
                 self._held.give_up("prefill's weights were updated, or it slept, after it had computed the prompt")
             for request_id, reason in report.failed.items():
                 if transfer := self._transfers.get(request_id):
@@ -484,4 +483,4 @@ class PrefillScheduler(ConnectorRole):
             self._admission.release(transfer.ticket, delivered=transfer.failure is None)
             self._observer.on(PushEnded(request_id, transfer.ticket, transfer.failure))
             if self._held is not None:
-                self._held.listener.end(transfer.ticket.ticket_id)
+                self._held.listener.end(transfer.ticket.ticket_id, None if transfer.announced else transfer.failure)

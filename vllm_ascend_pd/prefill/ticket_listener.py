@@ -207,11 +207,12 @@ class TicketListener:
         with self._lock:
             return self._asked.get(transfer_id)
 
-    def end(self, ticket_id: str) -> None:
-        """The ranks have ended with a ticket, which may not have come over this listener."""
+    def end(self, ticket_id: str, failure: str | None = None) -> None:
+        """The ranks have ended with a ticket, which may not have come over this listener. `failure`: why it ends before
+        they have heard of it, which they can tell nobody."""
         with self._lock:
             if (ticket := self._tickets.get(ticket_id)) is not None:
-                self.settle(ticket, Fate.OVER)
+                self.settle(ticket, Fate.OVER if failure is None else Fate.REFUSED, failure or "")
 
     def close(self, timeout_s: float) -> None:
         with ExitStack() as closing:
