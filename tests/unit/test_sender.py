@@ -218,6 +218,19 @@ def test_a_failed_write_of_one_request_marks_only_that_request_in_flight(engine,
     assert transfers[1].state.failure is None
 
 
+def test_of_a_rank_that_does_not_answer_one_request_waits_for_it_and_all_fail(engine, sender, transfers):
+    asked = []
+
+    def fails(session: str, batch: Any, may_begin: Callable[[], bool]) -> None:
+        asked.append(len(batch[0]))
+        raise TransferError(session, "no answer to a probe", retryable=True, no_answer=True)
+
+    engine.begin = fails
+    write(sender, pushes(transfers)[0])
+    assert asked == [2, 1, 1]
+    assert all("no answer to a probe" in str(transfer.state.failure) for transfer in transfers)
+
+
 def staged_mapping(**fields: Any) -> RankMapping:
     return RankMapping(
         BLOCK, MAPPING.portions, planes=1, entries=BLOCK, source_row=TOKEN_BYTES, plane_row=TOKEN_BYTES, **fields

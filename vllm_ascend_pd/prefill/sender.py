@@ -411,13 +411,19 @@ class Sender:
     # After a write for all requests has failed.
 
     def _write_apart(self, push: LayerPush, target: LayerTarget, write: _Write) -> list[int]:
-        """Writes once for each request that has not failed and whose lease runs. Returns those that were delivered."""
-        key, error = target.key, write.error
+        """Writes once for each request that has not failed and whose lease runs. Returns those that were delivered.
+
+        If the rank does not answer, no further request waits for it: this thread writes for others, too.
+        """
+        key, error, no_answer = target.key, write.error, ""
         self._delay_settling(push, write.live, error)
         logger.warning("layer %s to decode rank %s: %s; trying each request by itself", push.layer, key, error)
         delivered = []
         for i in write.live:
             transfer = push.step_send.transfers[i]
+            if no_answer:
+                transfer.state.fail(no_answer, PushFailure.WRITE)
+                continue
             if not transfer.state.await_write(key):
                 continue
             self._observer.on(WriteRetried())
@@ -425,7 +431,9 @@ class Sender:
                 self._write_twice(push, target, i)
             except TransferError as final:
                 self._delay_settling(push, (i,), final)
-                transfer.state.fail(f"writing to decode rank {key} failed: {final.reason}", PushFailure.WRITE)
+                reason = f"writing to decode rank {key} failed: {final.reason}"
+                transfer.state.fail(reason, PushFailure.WRITE)
+                no_answer = reason if final.no_answer else ""
             if transfer.state.failure is None:
                 delivered.append(i)
         return delivered

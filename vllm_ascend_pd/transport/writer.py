@@ -22,7 +22,9 @@ LEASE_EXPIRED = "the lease ended before the write did"
 class TransferError(Exception):
     """A registration or a write failed. Some or all bytes of a failed write may have arrived."""
 
-    def __init__(self, session: str, reason: str, retryable: bool, may_arrive: bool = False) -> None:
+    def __init__(
+        self, session: str, reason: str, retryable: bool, may_arrive: bool = False, no_answer: bool = False
+    ) -> None:
         super().__init__(f"transfer to {session} failed: {reason}")
         # The peer's address, or this engine's if it failed by itself.
         self.session = session
@@ -33,6 +35,8 @@ class TransferError(Exception):
         # Whether the same write may succeed later. Mooncake answers most failures with a bare -1, so an address that
         # the peer refuses counts as retryable, too. Bound the number of retries.
         self.retryable = retryable
+        # Whether nothing was written, because the peer has not answered a probe.
+        self.no_answer = no_answer
 
 
 class Flight(Protocol):
@@ -108,9 +112,11 @@ class Reach:
                 session,
                 f"no answer to a probe within {self._timeout_s:g} s: the peer hangs or is cut off",
                 retryable=True,
+                no_answer=True,
             ) from error
         if code != 0:
-            raise TransferError(session, f"unreachable (probe returned {code}): the peer is gone", retryable=True)
+            reason = f"unreachable (probe returned {code}): the peer is gone"
+            raise TransferError(session, reason, retryable=True, no_answer=True)
         with self._lock:
             self._answering.add(session)
 
