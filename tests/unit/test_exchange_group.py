@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A regroup group that has failed once runs no collective any more, and says why."""
+"""A regroup group that has failed once runs no collective any more, and says why. What else would break one."""
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.device.event import DeviceError
-from vllm_ascend_pd.prefill.regroup import ExchangeGroup
+from vllm_ascend_pd.prefill.regroup import ExchangeGroup, warn_of_slot_waits
+from vllm_ascend_pd.transport.batches import TransferLimits
 
 NEEDS_RESTART = "tensor-parallel ranks (0, 1) exchange no KV heads until this prefill engine is restarted"
 
@@ -91,3 +94,15 @@ def test_connections_stay_until_a_running_collective_has_ended() -> None:
     assert closed() is None
     with pytest.raises(DeviceError):
         group.run(must_not_run)
+
+
+@pytest.mark.parametrize(("write_timeout_s", "warned"), [(10.0, False), (14.0, True)])
+def test_waits_for_slots_that_outlast_a_collective_are_warned_of(
+    write_timeout_s: float, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = TransferLimits.over("tcp", write_timeout_s)
+    rank: Any = SimpleNamespace(
+        config=ConnectorConfig(write_timeout_s=write_timeout_s), engine=SimpleNamespace(limits=limits)
+    )
+    warn_of_slot_waits(rank)
+    assert ("collective_timeout_s is 60" in caplog.text) is warned

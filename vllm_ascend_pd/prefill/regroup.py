@@ -182,10 +182,7 @@ class Regrouper:
         """Allocates two more buffers of the size of a slot. `groups`: by the tensor-parallel ranks in them."""
         self._rank = rank
         self._device = rank.device
-        # How long a layer without a slot waits while holders of slots wait for grants.
-        self._grant_wait_s = rank.config.control_timeout_s
-        # How long a slot may take to become free. It may rest after a failed write.
-        self._slot_timeout_s = rank.config.write_timeout_s + rank.engine.limits.rest_s
+        self._grant_wait_s, self._slot_timeout_s = _slot_waits_s(rank)
         # Decode engines that other layers have waited for without getting a grant.
         self._engines_without_grant: set[str] = set()
         self._groups = groups
@@ -329,6 +326,24 @@ class Regrouper:
             raise
 
 
+def _slot_waits_s(rank: PrefillRank) -> tuple[float, float]:
+    """Returns how long a layer without a slot waits while holders of slots wait for grants, and then for a slot, which may
+    rest after a failed write."""
+    return rank.config.control_timeout_s, rank.config.write_timeout_s + rank.engine.limits.rest_s
+
+
+def warn_of_slot_waits(rank: PrefillRank) -> None:
+    """Warns if a rank may wait longer for a slot than the others, which have begun, wait in the all-to-all for it."""
+    longest_s = sum(_slot_waits_s(rank))
+    if rank.config.collective_timeout_s < longest_s:
+        logger.warning(
+            "collective_timeout_s is %g, and a rank may wait %g s for a staging slot while others exchange already: "
+            "after that this engine must be restarted. Raise it, or lower write_timeout_s",
+            rank.config.collective_timeout_s,
+            longest_s,
+        )
+
+
 def make_regrouper(rank: PrefillRank, step_tokens: int) -> Regrouper | None:
     """Returns the regrouper; None if this engine's layout never needs one.
 
@@ -348,6 +363,8 @@ def make_regrouper(rank: PrefillRank, step_tokens: int) -> Regrouper | None:
     # with tensor-parallel ranks running fastest, then prefill-context-parallel ones.
     stage, world = len(info.stage_ranks), torch.distributed.get_world_size() if wanted else 0
     everywhere = [tuple(first + each for each in ranks) for first in range(0, world, stage) for ranks in wanted]
+    if everywhere:
+        warn_of_slot_waits(rank)
     groups = rank.device.new_groups(everywhere, rank.config.collective_timeout_s)
     mine = {
         ranks: ExchangeGroup(ranks, groups[tuple(info.stage_ranks[each] for each in ranks)])
