@@ -96,11 +96,11 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a grant lasts unless it is renewed. Bounds how long a dead prefill engine holds decode's blocks. 1 to
     86,400."""
     write_timeout_s: _WriteSeconds = 10.0
-    """Longest time that one batch of the transfer engine may take, and that prefill waits for what batches hold. At most
-    600. Over `ascend` a batch may take the time that RoCE needs to repair a link, if that is longer (34 s)."""
+    """Longest time that one batch of the transfer engine may take, and that prefill waits for what batches hold. At
+    most 600. Over `ascend` a batch may take the time that RoCE needs to repair a link, if that is longer (34 s)."""
     collective_timeout_s: _Seconds = 60.0
-    """Longest time of one all-to-all. After a longer one the engine must be restarted. Keep it above what a rank may wait for
-    a staging slot while others have begun: 7 s and, over TCP, four times `write_timeout_s`."""
+    """Longest time of one all-to-all. After a longer one the engine must be restarted. Keep it above what a rank
+    may wait for a staging slot while others have begun: 7 s and, over TCP, four times `write_timeout_s`."""
     hold_timeout_s: _UpToADay | None = None
     """Longest time that a computed prompt keeps its blocks on prefill until decode's ticket comes, or decode asks about
     it: behind a router that asks prefill first, or with `prefill_first_tokens`, then 60 s at most, because decode asks

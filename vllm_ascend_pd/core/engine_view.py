@@ -114,8 +114,8 @@ class EngineBlocks(Protocol):
         """By rank: the number of its latest weight update after which the prefix cache was emptied."""
 
     def weights_updated(self, updates: dict[str, int]) -> bool:
-        """Takes the ranks' numbers of weight updates. Empties the prefix cache if one of them is new, and returns whether
-        one is."""
+        """Takes the ranks' numbers of weight updates. Empties the prefix cache if one of them is new, and
+        returns whether one is."""
 
     def drop_cached(self) -> int:
         """Empties the prefix cache. Later requests do not find blocks of those that there are. Returns how many blocks

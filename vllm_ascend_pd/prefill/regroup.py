@@ -327,8 +327,8 @@ class Regrouper:
 
 
 def _slot_waits_s(rank: PrefillRank) -> tuple[float, float]:
-    """Returns how long a layer without a slot waits while holders of slots wait for grants, and then for a slot, which may
-    rest after a failed write."""
+    """Returns how long a layer without a slot waits while holders of slots wait for grants, and then for a slot, which
+    may rest after a failed write."""
     return rank.config.control_timeout_s, rank.config.write_timeout_s + rank.engine.limits.rest_s
 
 
