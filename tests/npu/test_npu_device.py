@@ -62,6 +62,21 @@ def test_what_was_submitted_holds_its_tensors_until_it_has_run(device: NpuDevice
     assert address in [tensor.data_ptr() for tensor in more]
 
 
+@pytest.mark.parametrize("refuses", ["wait_event", "record_event"])
+def test_a_side_stream_that_takes_nothing_more_is_an_error_of_the_device(
+    device: NpuDevice, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("an error of an earlier task")
+
+    after = device.record_event()
+    monkeypatch.setattr(device, "_side", type("Side", (torch.npu.Stream,), {refuses: fails})(device=0))
+    with pytest.raises(DeviceError, match="restart this engine"):
+        device.submit(lambda: None, after=after)
+    assert device.failure is not None
+    assert torch.npu.current_stream() == torch.npu.default_stream()
+
+
 @emulated
 @pytest.mark.parametrize("delays", [(SLOW_US, 0), (0, SLOW_US), (SLOW_US, SLOW_US)])
 def test_submitted_work_runs_after_its_event(device: NpuDevice, delays: tuple[int, int]) -> None:

@@ -121,6 +121,8 @@ class NpuDevice(Device):
             except Exception as error:  # noqa: BLE001 - delivered by the event
                 failure = error
             end = NpuEvent(self, self._side.record_event(), failure)
+        except RuntimeError as error:
+            raise self.failed(error) from error
         finally:
             torch.npu.set_stream(before)
         # Tensor.record_stream would hold the tensors too, but ends the process when one is freed on a failed device.
