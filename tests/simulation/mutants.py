@@ -735,6 +735,21 @@ MUTANTS: dict[str, Mutant] = {
         **_POOL,
         prefill_policy="fail",
     ),
+    "what a request sent before a preemption counts without its load": _without(
+        "prefill.scheduler:PrefillScheduler._advance",
+        " and start == ticket.remote_cached_tokens",
+        "",
+        seeds=0,
+    ),
+    "a state that has seen a token more is sent": _without(
+        "prefill.scheduler:PrefillScheduler._serve",
+        "if self._has_states and ticket.num_tokens != request.num_prompt_tokens:",
+        "if False:",
+        seeds=0,
+    ),
+    "each request waits for a rank that does not answer": _without(
+        "prefill.sender:Sender._write_apart", 'reason if final.no_answer else ""', '""', seeds=0
+    ),
     "prefill computes another prompt than the ticket's": _without(
         "prefill.scheduler:PrefillScheduler._serve",
         "self._requests.check_prompt(request, ticket)",
