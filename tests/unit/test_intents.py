@@ -21,13 +21,14 @@ from harness.waiting import wait_for, wait_until
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, AskTicket, OfferTicket, ReleasePrompt
+from vllm_ascend_pd.core.reasons import Decision, Reason
 from vllm_ascend_pd.core.step import DecodeStep
 from vllm_ascend_pd.core.ticket_params import carries_ticket, expects_ticket, hold_s, prefill_first_tokens
 from vllm_ascend_pd.decode import intents, prefill_client
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo
-from vllm_ascend_pd.observe.stats import WAITING_BLOCKS, DecodeSchedulerStats
+from vllm_ascend_pd.observe.stats import PROMPTS, WAITING_BLOCKS, Counter, DecodeSchedulerStats
 from vllm_ascend_pd.transport import wakeup
 from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSender, WakeupSocket
 
@@ -143,6 +144,13 @@ def waiting_blocks(scheduler: DecodeScheduler) -> int | None:
     return gauges[WAITING_BLOCKS.name][""] if WAITING_BLOCKS.name in gauges else None
 
 
+def counted(scheduler: DecodeScheduler, counter: Counter) -> dict[str, int]:
+    """What was counted since anything was taken last, by labels."""
+    observer = scheduler._observer
+    assert isinstance(observer, DecodeSchedulerStats)
+    return observer.take().get("counters", {}).get(counter.name, {})
+
+
 def test_prefill_computes_a_long_prompt_before_it_gets_blocks(
     scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker
 ) -> None:
@@ -254,6 +262,28 @@ def test_a_prompt_that_is_cached_meanwhile_is_released(
     wait_until(lambda: prefill.got, SOON_S)
     [release] = prefill.of(ReleasePrompt)
     assert (release.transfer_id, release.ticket_id) == (intent["transfer_id"], intent["ticket_id"])
+    scheduler.end_request(request)
+    assert kept(scheduler) == {}
+
+
+def test_who_computes_a_prompt_is_decided_once(
+    scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode has time for it only when prefill has computed it."""
+    decision = Decision(False, Reason.BUSY)
+    monkeypatch.setattr(scheduler._placement, "decide", lambda *_: decision)
+    request = come(scheduler, metaserver)
+    posted(scheduler, metaserver)
+    decision = Decision(True, Reason.CHEAP)
+    assert scheduler.matched_tokens(request, 0) is None
+    computed(scheduler, metaserver)
+    assert scheduler.matched_tokens(request, 0) == PROMPT
+    scheduler.allocated(request, BLOCKS, PROMPT)
+    assert counted(scheduler, PROMPTS) == {"prefill,busy": 1}
+    scheduler.build_step({"other": 1})
+    wait_until(lambda: prefill.got, SOON_S)
+    assert prefill.of(ReleasePrompt) == []
+    scheduler.update(None, {"r"})
     scheduler.end_request(request)
     assert kept(scheduler) == {}
 

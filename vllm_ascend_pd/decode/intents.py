@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from vllm_ascend_pd.core.engine_view import EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS, TransferFailure
+from vllm_ascend_pd.core.reasons import Decision
 from vllm_ascend_pd.core.ticket import Intent
 from vllm_ascend_pd.core.ticket_params import (
     TRANSFER_ID,
@@ -45,6 +46,8 @@ class LongPrompt:
     """
 
     request: ScheduledRequest
+    # Why prefill computes it.
+    decision: Decision
     # What was posted, and to whom. None: it leaves with the next step.
     intent: Intent | None = None
     intent_recipient: TicketRecipient | None = None
@@ -103,16 +106,21 @@ class Intents:
         if self._longest_of(request) is not None and wants_ticket(params) and not names_prefill(params):
             self._unasked[request.request_id] = request
 
-    def of(self, request: ScheduledRequest, tokens: int) -> LongPrompt | None:
+    def of(self, request: ScheduledRequest, tokens: int, decision: Decision) -> LongPrompt | None:
         """Returns the request's prompt if prefill computes it first. None: it gets blocks now, as one does whose client
-        may add to it. `tokens`: how many of them prefill would compute."""
+        may add to it. `tokens`: how many of them prefill would compute. `decision`: who computes them, and why."""
         self._unasked.pop(request.request_id, None)
         prompt, longest = self._prompts.get(request.request_id), self._longest_of(request)
         if prompt is None and longest is not None and tokens > longest and not request.resumable:
-            prompt = self._prompts[request.request_id] = LongPrompt(request)
+            prompt = self._prompts[request.request_id] = LongPrompt(request, decision)
             self._to_post.append(prompt)
             self.awaiting_prefill.add(request.request_id)
         return prompt
+
+    def decided(self, request_id: str) -> Decision | None:
+        """Returns why prefill computes the request's prompt first. None: it does not, or has failed to."""
+        prompt = self._prompts.get(request_id)
+        return None if prompt is None or prompt.failure is not None else prompt.decision
 
     def _longest_of(self, request: ScheduledRequest) -> int | None:
         return prefill_first_tokens(request.kv_transfer_params) if self._longest == "auto" else self._longest

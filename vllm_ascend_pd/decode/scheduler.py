@@ -209,6 +209,8 @@ class DecodeScheduler(ConnectorRole):
             return 0
         lost = earlier is not None and earlier.failure is not None
         decision = self._placement.decide(request, num_computed_tokens, lost)
+        if decision.reason is not Reason.CACHED:  # prefill may have computed it since that was decided
+            decision = self._intents.decided(request.request_id) or decision
         self._placement.asked(request, num_computed_tokens, decision)
         if decision.by_decode:
             return 0
@@ -222,7 +224,9 @@ class DecodeScheduler(ConnectorRole):
             self._refuse(request, (earlier and earlier.failure) or _FREED)
             return None
         tokens = max(0, self._issuer.num_tokens(request) - num_computed_tokens)
-        long = None if earlier is not None or names_prefill(params or {}) else self._intents.of(request, tokens)
+        long = (
+            None if earlier is not None or names_prefill(params or {}) else self._intents.of(request, tokens, decision)
+        )
         if long is not None and long.failure is not None:
             self._placement.asked(request, num_computed_tokens, Decision(True, Reason.KV_LOST))
             return 0
@@ -348,8 +352,9 @@ class DecodeScheduler(ConnectorRole):
         for request in self._intents.unasked():
             if self._blocks.is_ready(request) and request.request_id not in self._refused:
                 cached = self._blocks.cached_tokens(request)
-                by_decode = self._placement.decide(request, cached).by_decode
-                self._intents.of(request, 0 if by_decode else self._issuer.num_tokens(request) - cached)
+                decision = self._placement.decide(request, cached)
+                tokens = 0 if decision.by_decode else self._issuer.num_tokens(request) - cached
+                self._intents.of(request, tokens, decision)
         for long in self._intents.post():
             self._not_computed(long)
 
