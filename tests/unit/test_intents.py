@@ -20,16 +20,19 @@ from harness.ticket_takers import REFUSED, TAKEN, UNKNOWN, TicketTaker
 from harness.waiting import wait_for, wait_until
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, AskTicket, OfferTicket, ReleasePrompt
 from vllm_ascend_pd.core.reasons import Decision, Reason
 from vllm_ascend_pd.core.step import DecodeStep
 from vllm_ascend_pd.core.ticket_params import carries_ticket, expects_ticket, hold_s, prefill_first_tokens
 from vllm_ascend_pd.decode import intents, prefill_client
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
+from vllm_ascend_pd.decode.prefill_admission import PrefillAdmission
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo
 from vllm_ascend_pd.observe.stats import PROMPTS, WAITING_BLOCKS, Counter, DecodeSchedulerStats
 from vllm_ascend_pd.transport import wakeup
+from vllm_ascend_pd.transport.peers import Peers
 from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSender, WakeupSocket
 
 BLOCK, LONGEST = 4, 8
@@ -308,16 +311,37 @@ def test_a_client_that_leaves(scheduler: DecodeScheduler, metaserver: Metaserver
     assert kept(scheduler) == {}
 
 
-@pytest.mark.parametrize("how", ["it has failed", "it does not hold the prompt"])
-def test_prefill_that_fails(scheduler: DecodeScheduler, metaserver: Metaserver, how: str) -> None:
-    metaserver.status, metaserver.knows_intents = (502, True) if how == "it has failed" else (200, False)
+def test_prefill_that_fails(scheduler: DecodeScheduler, metaserver: Metaserver) -> None:
+    metaserver.status = 502
     request = come(scheduler, metaserver)
     posted(scheduler, metaserver)
     computed(scheduler, metaserver)
     assert scheduler.take_refused() == ["r"]
     assert scheduler.matched_tokens(request, 0) is None
+    assert "no prefill engine is well" in scheduler.end_request(request)[1]["error"]
+    assert kept(scheduler) == {}
+
+
+@pytest.mark.parametrize("why", ["does not say where it is held", "is not in peers"])
+def test_an_answer_that_names_no_engine_for_the_ticket(
+    scheduler: DecodeScheduler, metaserver: Metaserver, why: str
+) -> None:
+    """Prefill does not hold the prompt, or its address is refused. The metaserver, for which prefill has succeeded,
+    learns why."""
+    nobody = HostList((), "is not in peers")
+    scheduler._recipients._prefill._admission = PrefillAdmission(Peers(None, nobody, nobody))
+    metaserver.knows_intents = why == "is not in peers"
+    request = come(scheduler, metaserver)
+    intent = posted(scheduler, metaserver)
+    computed(scheduler, metaserver)
+    assert scheduler.take_refused() == ["r"]
+    assert scheduler.matched_tokens(request, 0) is None
     reason = scheduler.end_request(request)[1]["error"]
-    assert ("no prefill engine is well" if how == "it has failed" else "does not say where it is held") in reason
+    assert why in reason
+    wait_until(lambda: metaserver.failures, SOON_S)
+    [failure] = metaserver.failures
+    assert (failure["request_id"], failure["ticket_id"]) == ("r", intent["ticket_id"])
+    assert failure["reason"] == reason
     assert kept(scheduler) == {}
 
 

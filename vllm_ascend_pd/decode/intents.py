@@ -175,6 +175,7 @@ class Intents:
             prompt.ticket_recipient = self._ticket_recipient(prompt, outcome)
         except NoRecipientError as error:
             self._fail(prompt, str(error))
+            self._report(prompt, prompt.intent_recipient, str(error))
         else:
             prompt.computed_at = time.monotonic()
             self._due[prompt.request.request_id] = prompt
@@ -190,12 +191,16 @@ class Intents:
             yield prompt
 
     def _lose(self, prompt: LongPrompt, reason: str) -> None:
-        """It was due, and gets no ticket. The metaserver, for which prefill has succeeded, is told."""
-        recipient, intent = prompt.ticket_recipient, prompt.intent
-        assert recipient is not None
-        assert intent is not None
+        """It was due, and gets no ticket."""
         del self._due[prompt.request.request_id]
         prompt.failure = reason
+        self._report(prompt, prompt.ticket_recipient, reason)
+
+    def _report(self, prompt: LongPrompt, recipient: TicketRecipient | None, reason: str) -> None:
+        """Tells the metaserver, for which prefill has succeeded, why the prompt gets no ticket."""
+        intent = prompt.intent
+        assert recipient is not None
+        assert intent is not None
         recipient.report_failure(TransferFailure(intent.request_id, intent.ticket_id, reason[:MAX_FAILURE_CHARS]))
 
     def _ticket_recipient(self, prompt: LongPrompt, outcome: PostOutcome) -> TicketRecipient:

@@ -224,9 +224,8 @@ class DecodeScheduler(ConnectorRole):
             self._refuse(request, (earlier and earlier.failure) or _FREED)
             return None
         tokens = max(0, self._issuer.num_tokens(request) - num_computed_tokens)
-        long = (
-            None if earlier is not None or names_prefill(params or {}) else self._intents.of(request, tokens, decision)
-        )
+        may_wait = earlier is None and not names_prefill(params or {})  # and get its blocks later
+        long = self._intents.of(request, tokens, decision) if may_wait else None
         if long is not None and long.failure is not None:
             self._placement.asked(request, num_computed_tokens, Decision(True, Reason.KV_LOST))
             return 0
