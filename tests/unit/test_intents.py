@@ -30,7 +30,7 @@ from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
 from vllm_ascend_pd.decode.prefill_admission import PrefillAdmission
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo
-from vllm_ascend_pd.observe.stats import PROMPTS, WAITING_BLOCKS, Counter, DecodeSchedulerStats
+from vllm_ascend_pd.observe.stats import PROMPTS, RECEIVE_FAILURES, WAITING_BLOCKS, Counter, DecodeSchedulerStats
 from vllm_ascend_pd.transport import wakeup
 from vllm_ascend_pd.transport.peers import Peers
 from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSender, WakeupSocket
@@ -316,6 +316,7 @@ def test_prefill_that_fails(scheduler: DecodeScheduler, metaserver: Metaserver) 
     request = come(scheduler, metaserver)
     posted(scheduler, metaserver)
     computed(scheduler, metaserver)
+    assert counted(scheduler, RECEIVE_FAILURES) == {"prefill": 1}
     assert scheduler.take_refused() == ["r"]
     assert scheduler.matched_tokens(request, 0) is None
     assert "no prefill engine is well" in scheduler.end_request(request)[1]["error"]
@@ -345,6 +346,16 @@ def test_an_answer_that_names_no_engine_for_the_ticket(
     assert kept(scheduler) == {}
 
 
+def test_a_metaserver_that_may_not_be_posted_to(scheduler: DecodeScheduler) -> None:
+    request = make_request("r", PROMPT, {"do_remote_prefill": True, "metaserver": "http://192.0.2.7/v1/metaserver"})
+    scheduler.add_request(request)
+    scheduler.build_step({})
+    assert counted(scheduler, RECEIVE_FAILURES) == {"not_posted": 1}
+    assert scheduler.take_refused() == ["r"]
+    assert "the metaserver's URL is refused" in scheduler.end_request(request)[1]["error"]
+    assert kept(scheduler) == {}
+
+
 def test_decode_computes_what_prefill_did_not(metaserver: Metaserver) -> None:
     """With `kv_load_failure_policy` recompute."""
     metaserver.status = 502
@@ -371,6 +382,7 @@ def test_a_prompt_that_gets_no_room(
     assert scheduler.take_refused() == []
     clock.now += 2
     assert scheduler.take_refused() == ["r"]
+    assert counted(scheduler, RECEIVE_FAILURES) == {"transfer": 1}
     assert "no room" in scheduler.end_request(request)[1]["error"]
     wait_until(lambda: metaserver.failures, SOON_S)
     assert "no room" in metaserver.failures[0]["reason"]

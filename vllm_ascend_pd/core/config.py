@@ -90,8 +90,9 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Longest time from prefill's first request for a grant until the KV has arrived. Time in a queue for prefill does
     not count while the proxy says that the ticket waits."""
     queue_timeout_s: _UpToADay = 3600.0
-    """Longest time from issuing a ticket until prefill begins: in the proxy's queue and in prefill's queue. A signed
-    ticket expires after this time. At most a day."""
+    """Longest time from issuing a ticket until prefill begins: in the proxy's queue and in prefill's queue. Also
+    the longest time that a prompt which prefill has [computed first](design.md#long-prompts) waits for decode's memory.
+    A signed ticket expires after this time. At most a day."""
     lease_s: _LeaseSeconds = 20.0
     """How long a grant lasts unless it is renewed. Bounds how long a dead prefill engine holds decode's blocks. 1 to
     86,400."""

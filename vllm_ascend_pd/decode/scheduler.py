@@ -338,7 +338,7 @@ class DecodeScheduler(ConnectorRole):
             if (long := self._intents.answered(outcome)) is not None:
                 asks_again = True
                 if long.failure is not None:
-                    self._not_computed(long)
+                    self._not_computed(long, ReceiveFailure.PREFILL)
             elif outcome.ok:
                 self._step.prefilled.append(outcome.key)
             elif transfer := self._by_ticket.get(outcome.key):
@@ -355,12 +355,12 @@ class DecodeScheduler(ConnectorRole):
                 tokens = 0 if decision.by_decode else self._issuer.num_tokens(request) - cached
                 self._intents.of(request, tokens, decision)
         for long in self._intents.post():
-            self._not_computed(long)
+            self._not_computed(long, ReceiveFailure.NOT_POSTED)
 
-    def _not_computed(self, long: LongPrompt) -> None:
+    def _not_computed(self, long: LongPrompt, cause: ReceiveFailure) -> None:
         """Prefill has not computed a long prompt, or does not hold it any more: this engine computes it, or it ends."""
         assert long.failure is not None
-        self._observer.on(ReceiveFailed(ReceiveFailure.PREFILL))
+        self._observer.on(ReceiveFailed(cause))
         if not self._may_compute:
             self._end_with_error(long.request.request_id, long.failure)
 
@@ -473,6 +473,7 @@ class DecodeScheduler(ConnectorRole):
         self._end_failed_waits()
         for long in self._intents.overdue():
             assert long.failure is not None
+            self._observer.on(ReceiveFailed(ReceiveFailure.TRANSFER))
             self._end_with_error(long.request.request_id, long.failure)
         to_end, self._to_end = self._to_end, []
         return to_end
