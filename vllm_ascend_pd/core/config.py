@@ -94,8 +94,9 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the longest time that a prompt which prefill has [computed first](design.md#long-prompts) waits for decode's memory.
     A signed ticket expires after this time. At most a day."""
     lease_s: _LeaseSeconds = 20.0
-    """How long a grant lasts unless it is renewed. Bounds how long a dead prefill engine holds decode's blocks. 1 to
-    86,400."""
+    """How long a grant lasts unless it is renewed. With the time that a write takes to settle, it bounds how long
+    decode keeps the blocks of a prefill process that has ended. If its host has died, it may take
+    [longer](design.md#fencing). 1 to 86,400."""
     write_timeout_s: _WriteSeconds = 10.0
     """Longest time that one batch of the transfer engine may take. At most 600. Over `ascend` it is at least the time
     that RoCE needs to repair a link (34 s)."""
