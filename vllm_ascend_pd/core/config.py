@@ -209,7 +209,8 @@ class ConnectorConfig(UserConfig, frozen=True):
     # another request needs the staging slot.
     grant_timeout_s: float = 20.0
     # Longest wait for an answer on the side channel. Answers take milliseconds, but a process on a busy host may stand
-    # still for seconds. A lease is renewed after a third, so this is below two thirds of `lease_s`.
+    # still for seconds. A lease is renewed after a third. If that answer is lost, there is time to ask again before the
+    # lease ends, unless `lease_s` is below 7.5 s.
     control_timeout_s: float = 5.0
     # Longest time that a step with nothing to compute waits for transfers before it returns. New requests wait for the
     # step to return, so it is small beside the time of a prompt.
