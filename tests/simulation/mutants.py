@@ -906,6 +906,9 @@ MUTANTS: dict[str, Mutant] = {
     "a batch begins without leave": _without(
         "transport.tcp:TcpWriter.begin", "if not may_begin():", "if False:", seeds=0
     ),
+    "a batch that Mooncake has not taken begins without leave": _without(
+        "transport.tcp:TcpWriter.begin", "has_begun = may_begin()", "has_begun = True", seeds=0
+    ),
     "a batch without leave keeps its place in the queue": _without(
         "transport.tcp:TcpWriter.begin",
         "except BaseException:\n        queue.leave(len(lengths), failed=False)",

@@ -20,15 +20,19 @@ from harness.ticket_takers import REFUSED, TAKEN, UNKNOWN, TicketTaker
 from harness.waiting import wait_for, wait_until
 from vllm_ascend_pd.core.caches import TokenGroup
 from vllm_ascend_pd.core.config import ConnectorConfig
+from vllm_ascend_pd.core.hosts import HostList
 from vllm_ascend_pd.core.protocol import FAILURE_SUFFIX, METASERVER_PATH, AskTicket, OfferTicket, ReleasePrompt
+from vllm_ascend_pd.core.reasons import Decision, Reason
 from vllm_ascend_pd.core.step import DecodeStep
 from vllm_ascend_pd.core.ticket_params import carries_ticket, expects_ticket, hold_s, prefill_first_tokens
 from vllm_ascend_pd.decode import intents, prefill_client
 from vllm_ascend_pd.decode.metaserver_client import MetaserverClient
+from vllm_ascend_pd.decode.prefill_admission import PrefillAdmission
 from vllm_ascend_pd.decode.scheduler import DecodeScheduler
 from vllm_ascend_pd.decode.tickets import EngineInfo
-from vllm_ascend_pd.observe.stats import WAITING_BLOCKS, DecodeSchedulerStats
+from vllm_ascend_pd.observe.stats import PROMPTS, RECEIVE_FAILURES, WAITING_BLOCKS, Counter, DecodeSchedulerStats
 from vllm_ascend_pd.transport import wakeup
+from vllm_ascend_pd.transport.peers import Peers
 from vllm_ascend_pd.transport.wakeup import IdleWait, WakeupSender, WakeupSocket
 
 BLOCK, LONGEST = 4, 8
@@ -141,6 +145,13 @@ def waiting_blocks(scheduler: DecodeScheduler) -> int | None:
     assert isinstance(observer, DecodeSchedulerStats)
     gauges = observer.take().get("gauges", {})
     return gauges[WAITING_BLOCKS.name][""] if WAITING_BLOCKS.name in gauges else None
+
+
+def counted(scheduler: DecodeScheduler, counter: Counter) -> dict[str, int]:
+    """What was counted since anything was taken last, by labels."""
+    observer = scheduler._observer
+    assert isinstance(observer, DecodeSchedulerStats)
+    return observer.take().get("counters", {}).get(counter.name, {})
 
 
 def test_prefill_computes_a_long_prompt_before_it_gets_blocks(
@@ -258,6 +269,28 @@ def test_a_prompt_that_is_cached_meanwhile_is_released(
     assert kept(scheduler) == {}
 
 
+def test_who_computes_a_prompt_is_decided_once(
+    scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode has time for it only when prefill has computed it."""
+    decision = Decision(False, Reason.BUSY)
+    monkeypatch.setattr(scheduler._placement, "decide", lambda *_: decision)
+    request = come(scheduler, metaserver)
+    posted(scheduler, metaserver)
+    decision = Decision(True, Reason.CHEAP)
+    assert scheduler.matched_tokens(request, 0) is None
+    computed(scheduler, metaserver)
+    assert scheduler.matched_tokens(request, 0) == PROMPT
+    scheduler.allocated(request, BLOCKS, PROMPT)
+    assert counted(scheduler, PROMPTS) == {"prefill,busy": 1}
+    scheduler.build_step({"other": 1})
+    wait_until(lambda: prefill.got, SOON_S)
+    assert prefill.of(ReleasePrompt) == []
+    scheduler.update(None, {"r"})
+    scheduler.end_request(request)
+    assert kept(scheduler) == {}
+
+
 def test_a_client_that_leaves(scheduler: DecodeScheduler, metaserver: Metaserver, prefill: TicketTaker) -> None:
     """While prefill computes, the post ends. When it has computed, it is told."""
     client = scheduler._recipients._metaserver
@@ -278,16 +311,48 @@ def test_a_client_that_leaves(scheduler: DecodeScheduler, metaserver: Metaserver
     assert kept(scheduler) == {}
 
 
-@pytest.mark.parametrize("how", ["it has failed", "it does not hold the prompt"])
-def test_prefill_that_fails(scheduler: DecodeScheduler, metaserver: Metaserver, how: str) -> None:
-    metaserver.status, metaserver.knows_intents = (502, True) if how == "it has failed" else (200, False)
+def test_prefill_that_fails(scheduler: DecodeScheduler, metaserver: Metaserver) -> None:
+    metaserver.status = 502
     request = come(scheduler, metaserver)
     posted(scheduler, metaserver)
+    computed(scheduler, metaserver)
+    assert counted(scheduler, RECEIVE_FAILURES) == {"prefill": 1}
+    assert scheduler.take_refused() == ["r"]
+    assert scheduler.matched_tokens(request, 0) is None
+    assert "no prefill engine is well" in scheduler.end_request(request)[1]["error"]
+    assert kept(scheduler) == {}
+
+
+@pytest.mark.parametrize("why", ["does not say where it is held", "is not in peers"])
+def test_an_answer_that_names_no_engine_for_the_ticket(
+    scheduler: DecodeScheduler, metaserver: Metaserver, why: str
+) -> None:
+    """Prefill does not hold the prompt, or its address is refused. The metaserver, for which prefill has succeeded,
+    learns why."""
+    nobody = HostList((), "is not in peers")
+    scheduler._recipients._prefill._admission = PrefillAdmission(Peers(None, nobody, nobody))
+    metaserver.knows_intents = why == "is not in peers"
+    request = come(scheduler, metaserver)
+    intent = posted(scheduler, metaserver)
     computed(scheduler, metaserver)
     assert scheduler.take_refused() == ["r"]
     assert scheduler.matched_tokens(request, 0) is None
     reason = scheduler.end_request(request)[1]["error"]
-    assert ("no prefill engine is well" if how == "it has failed" else "does not say where it is held") in reason
+    assert why in reason
+    wait_until(lambda: metaserver.failures, SOON_S)
+    [failure] = metaserver.failures
+    assert (failure["request_id"], failure["ticket_id"]) == ("r", intent["ticket_id"])
+    assert failure["reason"] == reason
+    assert kept(scheduler) == {}
+
+
+def test_a_metaserver_that_may_not_be_posted_to(scheduler: DecodeScheduler) -> None:
+    request = make_request("r", PROMPT, {"do_remote_prefill": True, "metaserver": "http://192.0.2.7/v1/metaserver"})
+    scheduler.add_request(request)
+    scheduler.build_step({})
+    assert counted(scheduler, RECEIVE_FAILURES) == {"not_posted": 1}
+    assert scheduler.take_refused() == ["r"]
+    assert "the metaserver's URL is refused" in scheduler.end_request(request)[1]["error"]
     assert kept(scheduler) == {}
 
 
@@ -317,6 +382,7 @@ def test_a_prompt_that_gets_no_room(
     assert scheduler.take_refused() == []
     clock.now += 2
     assert scheduler.take_refused() == ["r"]
+    assert counted(scheduler, RECEIVE_FAILURES) == {"transfer": 1}
     assert "no room" in scheduler.end_request(request)[1]["error"]
     wait_until(lambda: metaserver.failures, SOON_S)
     assert "no room" in metaserver.failures[0]["reason"]

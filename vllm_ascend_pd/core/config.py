@@ -90,11 +90,13 @@ class UserConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Longest time from prefill's first request for a grant until the KV has arrived. Time in a queue for prefill does
     not count while the proxy says that the ticket waits."""
     queue_timeout_s: _UpToADay = 3600.0
-    """Longest time from issuing a ticket until prefill begins: in the proxy's queue and in prefill's queue. A signed
-    ticket expires after this time. At most a day."""
+    """Longest time from issuing a ticket until prefill begins: in the proxy's queue and in prefill's queue. Also
+    the longest time that a prompt which prefill has [computed first](design.md#long-prompts) waits for decode's memory.
+    A signed ticket expires after this time. At most a day."""
     lease_s: _LeaseSeconds = 20.0
-    """How long a grant lasts unless it is renewed. Bounds how long a dead prefill engine holds decode's blocks. 1 to
-    86,400."""
+    """How long a grant lasts unless it is renewed. With the time that a write takes to settle, it bounds how long
+    decode keeps the blocks of a prefill process that has ended. If its host has died, it may take
+    [longer](design.md#fencing). 1 to 86,400."""
     write_timeout_s: _WriteSeconds = 10.0
     """Longest time that one batch of the transfer engine may take, and that prefill waits for what batches hold. At
     most 600. Over `ascend` a batch may take the time that RoCE needs to repair a link, if that is longer (34 s)."""
@@ -208,7 +210,8 @@ class ConnectorConfig(UserConfig, frozen=True):
     # another request needs the staging slot.
     grant_timeout_s: float = 20.0
     # Longest wait for an answer on the side channel. Answers take milliseconds, but a process on a busy host may stand
-    # still for seconds. A lease is renewed after a third, so this is below two thirds of `lease_s`.
+    # still for seconds. A lease is renewed after a third. If that answer is lost, there is time to ask again before the
+    # lease ends, unless `lease_s` is below 7.5 s.
     control_timeout_s: float = 5.0
     # Longest time that a step with nothing to compute waits for transfers before it returns. New requests wait for the
     # step to return, so it is small beside the time of a prompt.

@@ -131,7 +131,7 @@ class ReceiveFailure(enum.Enum):
     PREFILL = "prefill"
     """The metaserver or the prefill engine answered that prefill failed, or did not answer."""
     TRANSFER = "transfer"
-    """The transfer to a rank failed, or took too long."""
+    """The transfer to a rank failed, or took too long. Or decode had no room in time for a computed prompt."""
     WRONG_BYTES = "wrong_bytes"
     """The KV arrived, and is not what prefill computed (`verify_kv`)."""
     OVERWRITTEN = "overwritten"

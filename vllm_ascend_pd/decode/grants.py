@@ -325,7 +325,8 @@ class GrantService:
             if opened.warn_at > -math.inf:
                 logger.warning(
                     "request %s: its blocks are kept for prefill rank %d of engine %s, which has not "
-                    "reported that it stopped writing, and has not ended: continue or kill its process",
+                    "reported that it stopped writing, and has not ended: continue or kill its process. If its host "
+                    "is dead, they come back when the connection has ended (net.ipv4.tcp_retries2)",
                     opened.expect.request_id,
                     overdue[0].rank,
                     overdue[0].engine_id,

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from vllm_ascend_pd.core.engine_view import EngineRequests, ScheduledRequest
 from vllm_ascend_pd.core.protocol import MAX_FAILURE_CHARS, TransferFailure
+from vllm_ascend_pd.core.reasons import Decision
 from vllm_ascend_pd.core.ticket import Intent
 from vllm_ascend_pd.core.ticket_params import (
     TRANSFER_ID,
@@ -45,6 +46,8 @@ class LongPrompt:
     """
 
     request: ScheduledRequest
+    # Why prefill computes it.
+    decision: Decision
     # What was posted, and to whom. None: it leaves with the next step.
     intent: Intent | None = None
     intent_recipient: TicketRecipient | None = None
@@ -103,16 +106,21 @@ class Intents:
         if self._longest_of(request) is not None and wants_ticket(params) and not names_prefill(params):
             self._unasked[request.request_id] = request
 
-    def of(self, request: ScheduledRequest, tokens: int) -> LongPrompt | None:
+    def of(self, request: ScheduledRequest, tokens: int, decision: Decision) -> LongPrompt | None:
         """Returns the request's prompt if prefill computes it first. None: it gets blocks now, as one does whose client
-        may add to it. `tokens`: how many of them prefill would compute."""
+        may add to it. `tokens`: how many of them prefill would compute. `decision`: who computes them, and why."""
         self._unasked.pop(request.request_id, None)
         prompt, longest = self._prompts.get(request.request_id), self._longest_of(request)
         if prompt is None and longest is not None and tokens > longest and not request.resumable:
-            prompt = self._prompts[request.request_id] = LongPrompt(request)
+            prompt = self._prompts[request.request_id] = LongPrompt(request, decision)
             self._to_post.append(prompt)
             self.awaiting_prefill.add(request.request_id)
         return prompt
+
+    def decided(self, request_id: str) -> Decision | None:
+        """Returns why prefill computes the request's prompt first. None: it does not, or has failed to."""
+        prompt = self._prompts.get(request_id)
+        return None if prompt is None or prompt.failure is not None else prompt.decision
 
     def _longest_of(self, request: ScheduledRequest) -> int | None:
         return prefill_first_tokens(request.kv_transfer_params) if self._longest == "auto" else self._longest
@@ -167,6 +175,7 @@ class Intents:
             prompt.ticket_recipient = self._ticket_recipient(prompt, outcome)
         except NoRecipientError as error:
             self._fail(prompt, str(error))
+            self._report(prompt, prompt.intent_recipient, str(error))
         else:
             prompt.computed_at = time.monotonic()
             self._due[prompt.request.request_id] = prompt
@@ -182,12 +191,16 @@ class Intents:
             yield prompt
 
     def _lose(self, prompt: LongPrompt, reason: str) -> None:
-        """It was due, and gets no ticket. The metaserver, for which prefill has succeeded, is told."""
-        recipient, intent = prompt.ticket_recipient, prompt.intent
-        assert recipient is not None
-        assert intent is not None
+        """It was due, and gets no ticket."""
         del self._due[prompt.request.request_id]
         prompt.failure = reason
+        self._report(prompt, prompt.ticket_recipient, reason)
+
+    def _report(self, prompt: LongPrompt, recipient: TicketRecipient | None, reason: str) -> None:
+        """Tells the metaserver, for which prefill has succeeded, why the prompt gets no ticket."""
+        intent = prompt.intent
+        assert recipient is not None
+        assert intent is not None
         recipient.report_failure(TransferFailure(intent.request_id, intent.ticket_id, reason[:MAX_FAILURE_CHARS]))
 
     def _ticket_recipient(self, prompt: LongPrompt, outcome: PostOutcome) -> TicketRecipient:

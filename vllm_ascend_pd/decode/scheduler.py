@@ -209,6 +209,8 @@ class DecodeScheduler(ConnectorRole):
             return 0
         lost = earlier is not None and earlier.failure is not None
         decision = self._placement.decide(request, num_computed_tokens, lost)
+        if decision.reason is not Reason.CACHED:  # prefill may have computed it since that was decided
+            decision = self._intents.decided(request.request_id) or decision
         self._placement.asked(request, num_computed_tokens, decision)
         if decision.by_decode:
             return 0
@@ -222,7 +224,8 @@ class DecodeScheduler(ConnectorRole):
             self._refuse(request, (earlier and earlier.failure) or _FREED)
             return None
         tokens = max(0, self._issuer.num_tokens(request) - num_computed_tokens)
-        long = None if earlier is not None or names_prefill(params or {}) else self._intents.of(request, tokens)
+        may_wait = earlier is None and not names_prefill(params or {})  # and get its blocks later
+        long = self._intents.of(request, tokens, decision) if may_wait else None
         if long is not None and long.failure is not None:
             self._placement.asked(request, num_computed_tokens, Decision(True, Reason.KV_LOST))
             return 0
@@ -335,7 +338,7 @@ class DecodeScheduler(ConnectorRole):
             if (long := self._intents.answered(outcome)) is not None:
                 asks_again = True
                 if long.failure is not None:
-                    self._not_computed(long)
+                    self._not_computed(long, ReceiveFailure.PREFILL)
             elif outcome.ok:
                 self._step.prefilled.append(outcome.key)
             elif transfer := self._by_ticket.get(outcome.key):
@@ -348,15 +351,16 @@ class DecodeScheduler(ConnectorRole):
         for request in self._intents.unasked():
             if self._blocks.is_ready(request) and request.request_id not in self._refused:
                 cached = self._blocks.cached_tokens(request)
-                by_decode = self._placement.decide(request, cached).by_decode
-                self._intents.of(request, 0 if by_decode else self._issuer.num_tokens(request) - cached)
+                decision = self._placement.decide(request, cached)
+                tokens = 0 if decision.by_decode else self._issuer.num_tokens(request) - cached
+                self._intents.of(request, tokens, decision)
         for long in self._intents.post():
-            self._not_computed(long)
+            self._not_computed(long, ReceiveFailure.NOT_POSTED)
 
-    def _not_computed(self, long: LongPrompt) -> None:
+    def _not_computed(self, long: LongPrompt, cause: ReceiveFailure) -> None:
         """Prefill has not computed a long prompt, or does not hold it any more: this engine computes it, or it ends."""
         assert long.failure is not None
-        self._observer.on(ReceiveFailed(ReceiveFailure.PREFILL))
+        self._observer.on(ReceiveFailed(cause))
         if not self._may_compute:
             self._end_with_error(long.request.request_id, long.failure)
 
@@ -469,6 +473,7 @@ class DecodeScheduler(ConnectorRole):
         self._end_failed_waits()
         for long in self._intents.overdue():
             assert long.failure is not None
+            self._observer.on(ReceiveFailed(ReceiveFailure.TRANSFER))
             self._end_with_error(long.request.request_id, long.failure)
         to_end, self._to_end = self._to_end, []
         return to_end

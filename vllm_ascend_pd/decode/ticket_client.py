@@ -46,7 +46,8 @@ class TicketClient:
         """Starts the thread `name`. `wake`: is called when `poll` has a new outcome. It returns at once."""
         self._wake = wake
         self._lock = threading.Lock()
-        self._open: dict[str, Future[None]] = {}  # by ticket id, those without an outcome; under the lock
+        # Tickets without an outcome, by id: what is theirs alone, and the task. Under the lock.
+        self._open: dict[str, tuple[object, Future[None]]] = {}
         self._messages = 0  # on their way; under the lock
         self._outcomes: deque[PostOutcome] = deque()  # its own operations are atomic
         self._thread = EventLoopThread(name, self._end)
@@ -54,9 +55,9 @@ class TicketClient:
     def cancel(self, key: str) -> None:
         """Ends the ticket without an outcome. If it has ended already, `poll` still returns its outcome."""
         with self._lock:
-            task = self._open.pop(key, None)
-        if task is not None:
-            task.cancel()
+            under_way = self._open.pop(key, None)
+        if under_way is not None:
+            under_way[1].cancel()
 
     def poll(self) -> list[PostOutcome]:
         """Returns the outcomes since the last call, in the order in which tickets ended."""
@@ -75,13 +76,14 @@ class TicketClient:
 
     def _begin(self, key: str, work: Callable[..., Coroutine[None, None, PostOutcome]], *args: object) -> None:
         """Starts `work`, which returns the outcome of the ticket `key`."""
+        mark = object()
         with self._lock:
             if key in self._open:
                 raise ValueError(f"ticket {key!r} is under way")
             if len(self._open) >= MAX_PENDING:
                 refused = f"{len(self._open)} tickets wait already; prefill does not keep up or the proxy hangs"
-            elif (task := self._thread.start(self._run, key, work, *args)) is not None:
-                self._open[key] = task
+            elif (task := self._thread.start(self._run, key, mark, work, *args)) is not None:
+                self._open[key] = mark, task
                 return
             else:
                 refused = "the engine is shutting down"
@@ -94,15 +96,18 @@ class TicketClient:
             if self._messages < MAX_PENDING and self._thread.start(self._send_message, work, *args) is not None:
                 self._messages += 1
 
-    async def _run(self, key: str, work: Callable[..., Coroutine[None, None, PostOutcome]], *args: object) -> None:
+    async def _run(
+        self, key: str, mark: object, work: Callable[..., Coroutine[None, None, PostOutcome]], *args: object
+    ) -> None:
         try:
             outcome = await work(*args)
         except Exception as error:
             logger.exception("a ticket cannot be sent")
             outcome = PostOutcome(key, False, f"the ticket cannot be sent: {type(error).__name__}: {clean(str(error))}")
         with self._lock:
-            if self._open.pop(key, None) is None:
+            if self._open.get(key, (None,))[0] is not mark:  # it was cancelled, and may have begun again
                 return
+            del self._open[key]
             self._outcomes.append(outcome)
         self._wake()
 

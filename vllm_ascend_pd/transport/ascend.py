@@ -59,8 +59,6 @@ POOL_SIZE = "ASCEND_THREAD_POOL_SIZE"
 _DEFAULT_POOL, _LARGEST_POOL = 8, 16
 _SLOTS_ONE_BY_ONE = 4
 
-LONGEST_S = 3600.0
-"""The longest `settle_s` that a peer accepts, in seconds (core/protocol.py)."""
 _ATTEMPTS = 2
 _METADATA_S = 60.0
 _DISCONNECT_S = 1.0

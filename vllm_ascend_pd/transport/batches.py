@@ -20,6 +20,9 @@ MIB = 1024 * KIB
 TCP_LANES = 4
 """Mooncake's default number of TCP connections to one peer (`MC_TCP_LANES_PER_PEER`)."""
 
+LONGEST_SETTLE_S = 3600.0
+"""The longest `settle_s` that a peer accepts, in seconds (core/protocol.py)."""
+
 PAGE = 4 * KIB
 """Bytes are divided among connections in whole pages."""
 

@@ -20,7 +20,7 @@ from vllm_ascend_pd.core.protocol import EngineKind, TransportInfo
 from vllm_ascend_pd.transport import ascend, mooncake_library
 from vllm_ascend_pd.transport.ascend import AscendProblem, describe_transport
 from vllm_ascend_pd.transport.ascend_writer import AscendWriter, Losses, Slots
-from vllm_ascend_pd.transport.batches import Batch, PagedWrite, SettingError, TransferLimits
+from vllm_ascend_pd.transport.batches import LONGEST_SETTLE_S, Batch, PagedWrite, SettingError, TransferLimits
 from vllm_ascend_pd.transport.mooncake_library import FORCE_TCP
 from vllm_ascend_pd.transport.writer import Flight, Reach, TransferError, Writer
 
@@ -341,10 +341,10 @@ def export_settings(limits: TransferLimits, protocol: str, host: str) -> Transfe
 def limits_over_ascend(limits: TransferLimits, transport: TransportInfo) -> TransferLimits:
     """Returns `limits` as the environment and the started engine make them. Raises SettingError."""
     settle_s = ascend.settle_s(limits.whole_timeout_s, os.environ, transport)
-    if settle_s > ascend.LONGEST_S:
+    if settle_s > LONGEST_SETTLE_S:
         raise SettingError(
             f"with these ASCEND_CONNECT_TIMEOUT and ASCEND_TRANSFER_TIMEOUT a batch may take {settle_s:.0f} s, and "
-            f"decode waits for {ascend.LONGEST_S:.0f} s: lower them"
+            f"decode waits for {LONGEST_SETTLE_S:.0f} s: lower them"
         )
     if ascend.pool_size(os.environ) < 1:
         raise SettingError(f"{ascend.POOL_SIZE}={os.environ[ascend.POOL_SIZE]!r}: Mooncake would write nothing")

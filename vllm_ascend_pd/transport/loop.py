@@ -15,8 +15,11 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.05
 """Seconds between two looks at deadlines. A look costs more the more is open, so not every message causes one."""
 
-# A dead host is noticed after 10 + 4 * 5 s of silence. These are not ZMQ's heartbeats, because the kernel answers for a
-# stopped process: a closed connection means that its process has ended.
+# An idle connection to a dead host ends after 10 + 4 * 5 s. While something that was sent is not acknowledged, Linux
+# does not probe: the connection ends when `net.ipv4.tcp_retries2` is used up, after about 15 minutes by default.
+# TCP_USER_TIMEOUT would shorten this, but also end connections to stopped processes whose buffers are full (R2).
+# ZMQ's heartbeats would end all connections to these. The kernel answers for a stopped process, so a closed connection
+# means that its process has ended.
 _KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 4}
 
 # One socket per peer. ZMQ's default, 1,023, is enough for only 60 decode engines of 16 ranks.

@@ -117,11 +117,15 @@ class TcpWriter:
             flight.batch_id = int(self._mooncake.batch_transfer_async_write(session, *batch))
             if flight.batch_id != 0:
                 return flight
-            # Mooncake did not take it. Only this call makes it drop what it knows of a peer that has restarted.
-            code = int(self._mooncake.batch_transfer_sync_write(session, *batch))
+            # Mooncake did not take it, which may have taken a while. Only the other call makes it drop what it knows of
+            # a peer that has restarted.
+            has_begun = may_begin()
+            code = int(self._mooncake.batch_transfer_sync_write(session, *batch)) if has_begun else 0
         except BaseException as error:  # noqa: BLE001 - `give_up` raises
             flight.give_up(error)
         flight.land(code)
+        if not has_begun:
+            raise TransferError(session, LEASE_EXPIRED, retryable=False)
         return None
 
     def forget(self, sessions: Collection[str]) -> None:

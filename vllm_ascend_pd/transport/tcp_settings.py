@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from vllm_ascend_pd.transport.batches import TCP_LANES, SettingError, TransferLimits
+from vllm_ascend_pd.transport.batches import LONGEST_SETTLE_S, TCP_LANES, SettingError, TransferLimits
 from vllm_ascend_pd.transport.writer import BATCHES_IN_FLIGHT
 
 
@@ -53,9 +54,15 @@ def settings(timeout_s: int) -> dict[str, str]:
 def limits_in_effect(limits: TransferLimits, protocol: str) -> TransferLimits:
     """Returns `limits` as the environment's settings make them. `protocol`: "tcp" or "rdma". Raises SettingError."""
     longest = max(_in_effect(name, float) * unit for name, unit in _TIMEOUTS.items())
+    settle_s = dataclasses.replace(limits, timeout_s=max(limits.timeout_s, longest)).settle_s
+    if settle_s > LONGEST_SETTLE_S:
+        raise SettingError(
+            f"with these {', '.join(_TIMEOUTS)} a failed batch may arrive for {settle_s:.0f} s, and decode waits for "
+            f"{LONGEST_SETTLE_S:.0f} s: lower them"
+        )
     return dataclasses.replace(
         limits,
-        settle_at_least_s=dataclasses.replace(limits, timeout_s=max(limits.timeout_s, longest)).settle_s,
+        settle_at_least_s=settle_s,
         max_descriptors=min(limits.max_descriptors, most_descriptors(queue_capacity())),
         connections=limits.connections if protocol == "tcp" else 1,
     )
@@ -70,7 +77,7 @@ def _in_effect(name: str, number: Callable[[str], _Number]) -> _Number:
     text = os.environ[name]
     with contextlib.suppress(ValueError):
         value = number(text)
-        if value > 0:
+        if 0 < value < math.inf:
             return value
     # Mooncake would use its own default, and the limits computed here would be wrong.
     raise SettingError(f"{name}={text!r} is not a positive number")

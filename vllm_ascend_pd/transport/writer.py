@@ -64,8 +64,8 @@ class Writer(Protocol):
 
         `session`: the peer's `TransferEngine.session`. `batch`: cut to this engine's limits. Its lists may be reused
         after the return. Its source memory must stay unchanged until `Flight.wait` has returned.
-        `may_begin`: called once after all waiting, right before the batch starts. If it returns False, nothing is
-        written and `TransferError` is raised.
+        `may_begin`: called after all waiting, right before each call that starts the batch. If it returns False,
+        nothing is written and `TransferError` is raised.
 
         Blocks until the peer answers a probe, if it is new or failed before, and until there is room for the batch:
         for `TransferLimits.timeout_s` each. Raises `TransferError` if either takes longer, or Mooncake refuses the
