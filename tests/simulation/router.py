@@ -163,7 +163,7 @@ class Router:
             return
         config, faults = self._world.config, self._world.scenario.faults
         post = self._posts[key] = _Post(decode, {})
-        kernel().at(config.queue_timeout_s + config.transfer_timeout_s, self._answer, key, "it took too long")
+        kernel().at(config.queue_timeout_s + config.transfer_timeout_s, self._took_too_long, key)
         up = [engine for engine in self._world.prefills if engine.is_up and not engine.process.dead]
         if not up:
             self._answer(key, "no prefill engine is up")
@@ -184,6 +184,12 @@ class Router:
                 self._to_prefill(engine, name, client, body)
             else:
                 self._to_prefill(engine, name, client, body, tokens)
+
+    def _took_too_long(self, key: str) -> None:
+        if (post := self._posts.get(key)) is not None:
+            for name, engine in post.prefills.items():  # as our proxy does
+                engine.abort(name)
+            self._answer(key, "it took too long")
 
     def cancel(self, key: str) -> None:
         """A decode engine does not want a ticket's outcome any more."""
