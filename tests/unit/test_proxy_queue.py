@@ -172,32 +172,33 @@ def test_an_engine_with_failing_checks_opens_when_they_are_good_not_when_undrain
 
 @pytest.mark.parametrize("in_all", [3, 6])
 def test_no_slot_is_lost_or_given_twice(in_all: int) -> None:
-    """Requests arrive, are cancelled at any time, and end."""
+    """Requests arrive, are cancelled at any time, and end. Half of them give way to the others."""
     chance = random.Random(in_all)
     engines = [engine(url) for url in "abc"]
     queue = EngineQueue(2, 5, 0.02, in_all)
-    now = dict.fromkeys(engines, 0)
+    now = {way: dict.fromkeys(engines, 0) for way in (False, True)}
     parties = [Group() for _ in range(100)]
     outcomes = {"served": 0, "refused": 0, "left": 0}
 
     async def request() -> None:
         await anyio.sleep(chance.uniform(0, 0.2))
         with anyio.move_on_after(chance.uniform(0, 0.04)) as scope:
-            asked = chance.sample(engines, chance.randint(1, 3))
+            asked, gives_way = chance.sample(engines, chance.randint(1, 3)), chance.random() < 0.5
             try:
-                given = await queue.acquire(asked, group=chance.choice([None, *parties]))
+                given = await queue.acquire(asked, group=chance.choice([None, *parties]), gives_way=gives_way)
             except NoFreeSlotError:
                 outcomes["refused"] += 1
                 return
             assert given is not None
-            now[given] += 1
-            assert now[given] <= 2
-            assert sum(now.values()) <= in_all
+            mine = now[gives_way]
+            mine[given] += 1
+            assert mine[given] <= 2
+            assert sum(sum(each.values()) for each in now.values()) <= in_all
             try:
                 await anyio.sleep(chance.uniform(0, 0.02))
             finally:
-                now[given] -= 1
-                queue.release(given)
+                mine[given] -= 1
+                queue.release(given, gives_way)
                 queue.assign()  # it may be called at any time
             outcomes["served"] += 1
         outcomes["left"] += scope.cancelled_caught
@@ -224,6 +225,46 @@ async def test_a_slot_of_all_engines_together_is_used_at_another_engine() -> Non
     await settle()
     queue.release(a)
     assert await waits is b
+
+
+async def test_requests_that_give_way_keep_no_others_waiting() -> None:
+    """They take no slot beyond the limit. Others take as many slots as if those had none."""
+    a, queue = engine("a"), EngineQueue(2, 8, FOREVER)
+    got: list[str] = []
+
+    async def wait(name: str, gives_way: bool) -> None:
+        assert await queue.acquire([a], gives_way=gives_way) is a
+        got.append(name)
+
+    async with anyio.create_task_group() as tasks:
+        for name in ("intent 0", "intent 1", "intent 2", "intent 3", "ticket 0", "ticket 1", "ticket 2", "ticket 3"):
+            tasks.start_soon(wait, name, name.startswith("intent"))
+            await settle()
+        assert got == ["intent 0", "intent 1", "ticket 0", "ticket 1"]
+        queue.release(a)  # of a ticket
+        await settle()
+        assert got[4:] == ["ticket 2"]
+        for _ in range(2):
+            queue.release(a, gives_way=True)
+            await settle()
+        assert got[5:] == [], "two tickets are there"
+        queue.release(a)
+        await settle()
+        assert got[5:] == ["intent 2", "ticket 3"], "in their order"
+        assert (a.slots_used, a.giving_way, queue.waiting) == (3, 1, 1)
+        tasks.cancel_scope.cancel()
+
+
+async def test_requests_that_give_way_leave_half_of_the_slots_of_all_engines_together() -> None:
+    a, b, queue = engine("a"), engine("b"), EngineQueue(None, 8, FOREVER, in_all=4)
+    given = [await queue.acquire([each], gives_way=True) for each in (a, b)]
+    third = asyncio.create_task(queue.acquire([a, b], gives_way=True))
+    await settle()
+    assert given == [a, b]
+    assert not third.done()
+    assert [await queue.acquire([a]), await queue.acquire([a])] == [a, a]
+    queue.release(b, gives_way=True)
+    assert await third is a
 
 
 # --- engines that come and go while requests wait ------------------------------------------------------------

@@ -209,6 +209,8 @@ class Metaserver:
             path, body = Endpoint.COMPLETIONS.value, tokens_body(parsed, ticket.token_ids, ticket.encoded, base)
         headers = prefill_request_headers(request.decode_headers)
         ranking = self._rank(prefill, prompt_of(parsed, prefill.prompt))
+        # Prefill may let an intent wait for room that is free again when others' tickets have been served.
+        prefill.gives_way = ticket.header.ticket_follows
         result: Response | Failure | None = None
         with self._prefill_pool.watch.over(prefill):
             try:
