@@ -159,14 +159,13 @@ async def test_a_waiting_request_may_use_an_engine_that_becomes_available() -> N
 def test_an_engine_with_failing_checks_opens_when_they_are_good_not_when_undrained() -> None:
     listener = RegistryListener()
     engines = registry(EngineRole.DECODE, listener, eject_after=1, return_after=1)
-    engines.replace("a test", ["http://127.0.0.1:1"])
-    [one] = engines
+    engines.replace("a test", ["http://127.0.0.1:1", "http://127.0.0.1:2"])
+    [one, _] = engines
     engines.checked(one, "it does not answer")
     engines.drain(one)
     engines.undrain(one)
     assert listener.opened_engines == []
-    for _ in range(2):  # it opens once
-        engines.checked(one, None)
+    engines.checked(one, None)
     assert listener.opened_engines == [one]
 
 
@@ -344,6 +343,51 @@ async def test_an_engine_that_failed_is_the_last_resort_when_others_are_removed(
         engines.remove(old)
         await settle()
         assert got == [failed]
+
+
+async def test_a_waiting_request_gets_an_ejected_engine_only_if_no_other_is_left() -> None:
+    pool = pool_of_decode(eject_after=1)
+    engines, queue = pool.engines, pool.queue
+    a, b = engines.add("http://a", "test"), engines.add("http://b", "test")
+    assert [await queue.acquire([each]) for each in (a, b)] == [a, b]
+    ranking = engines.rank(UNREAD_PROMPT)
+    async with waiting(pool, ranking) as got, waiting(pool, ranking) as next_got:
+        engines.checked(b, "HTTP 503")
+        queue.release(b)
+        await settle()
+        assert got == []
+        queue.release(a)
+        await settle()
+        assert got == [a]
+        engines.checked(a, "HTTP 503")
+        engines.checked(b, "HTTP 503")
+        await settle()
+        assert next_got == [b], "none is left"
+
+
+@pytest.mark.parametrize("is_doubted", [False, True])
+async def test_a_waiting_request_gets_an_engine_that_is_passed_over_no_longer(
+    monkeypatch: pytest.MonkeyPatch, is_doubted: bool
+) -> None:
+    """`is_doubted`: it delivers nothing to the request's decode engine."""
+    monkeypatch.setattr("vllm_ascend_pd.proxy.routing.engines._PASSED_OVER_SECONDS", 0.1)
+    pool = pool_of_decode(eject_after=1)
+    engines = pool.engines
+    a, b = engines.add("http://a", "test"), engines.add("http://b", "test")
+    assert await pool.queue.acquire([a]) is a
+    pool.note_request_result(b.url, FailureKind.ERROR)
+    async with waiting(pool, engines.rank(UNREAD_PROMPT, doubted=[b.url] if is_doubted else [])) as got:
+        engines.checked(b, None)
+        await settle()
+        assert got == []
+        await anyio.sleep(0.15)
+        engines.checked(b, None)
+        await settle()
+        assert got == ([] if is_doubted else [b])
+        if is_doubted:
+            engines.remove(a)
+            await settle()
+            assert got == [b], "no other is left"
 
 
 async def test_a_request_goes_elsewhere_when_the_engine_of_its_new_slot_is_removed() -> None:

@@ -447,7 +447,7 @@ class EnginePool:
                 engine = await self.queue.acquire(
                     candidates,
                     readmitted=attempt.readmitted,
-                    avoid=avoid,
+                    avoid={*avoid, *ranking.doubted},
                     group=attempt.group,
                     waited=time.monotonic() - since,
                     gives_way=attempt.gives_way,

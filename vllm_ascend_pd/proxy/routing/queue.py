@@ -224,11 +224,21 @@ class Queue(Generic[T]):
     @owned
     def opened(self, engine: T, url: str) -> None:
         """Lets waiting requests use an engine that may get requests from now on."""
+        if self._wanted[engine, False] + self._wanted[engine, True] == self.waiting:
+            return  # they all may
         for waiter in self._in_order():
             if url not in waiter.avoid and engine not in waiter.choices:
                 waiter.choices[engine] = None
                 self._wanted[engine, waiter.gives_way] += 1
         self.assign()
+
+    @owned
+    def put_last(self, engine: T, before: Collection[T]) -> None:
+        """Keeps an engine from waiting requests that may use one of `before`."""
+        if self._wanted[engine, False] + self._wanted[engine, True]:
+            for waiter in self._in_order():
+                if engine in waiter.choices and any(each in waiter.choices for each in before):
+                    self._drop(waiter, engine)
 
     @owned
     def closed(self, engine: T) -> None:
