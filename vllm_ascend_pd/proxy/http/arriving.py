@@ -86,7 +86,8 @@ class BodyBudget:
     """Bounds the bytes of all bodies that the proxy holds.
 
     A body may be as large as the room that is left beside it. So small requests find room where large ones fill it. A
-    body that does not fit takes the room of larger ones that are still arriving. The event loop's thread owns it.
+    body that does not fit takes the room of larger ones that are still arriving, but a client's takes none of an
+    engine's post. The event loop's thread owns it.
     """
 
     def __init__(self, limit: int) -> None:
@@ -111,7 +112,8 @@ class BodyBudget:
     def add(self, held: HeldBody, size: int) -> None:
         """Adds `size` bytes to a body. Raises RequestRefused (503) if there is no room."""
         while held.size + size > held.limit - self.used - size:
-            largest = max(self._arriving, key=lambda each: each.size, default=held)
+            may_end = (each for each in self._arriving if each.limit <= held.limit)
+            largest = max(may_end, key=lambda each: each.size, default=held)
             if largest.size <= held.size:
                 raise self.full()
             self._end(largest)
