@@ -209,7 +209,7 @@ class StallWatch:
         finally:
             self._probed.discard(url)
         is_silent = isinstance(error, (ConnectTimeout, ReadTimeout))
-        now, engine = time.monotonic(), self._engines.get(url)
+        now, engine = time.monotonic(), self._engines.with_requests(url)
         for attempt, since in asked.items():
             if attempt not in self._attempts or attempt.engine != url or attempt.silent_since != since:
                 continue  # it has gone on meanwhile

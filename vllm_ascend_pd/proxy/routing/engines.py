@@ -303,6 +303,10 @@ class EngineRegistry:
     def get(self, url: str) -> RegisteredEngine | None:
         return self._engines.get(url)
 
+    def with_requests(self, url: str) -> RegisteredEngine | None:
+        """As `get`, and also an engine that was removed and may still have requests."""
+        return self._engines.get(url) or self._leaving.get(url)
+
     def by_id(self, engine_id: str) -> RegisteredEngine | None:
         return next((engine for engine in self if engine.id == engine_id), None)
 
