@@ -24,6 +24,23 @@ def test_requests_wait_for_a_slot() -> None:
         assert cluster.prefill.most_at_once == 1
 
 
+def test_a_ticket_does_not_wait_for_a_prompt_that_is_computed_first() -> None:
+    """That prompt may wait at prefill for room, until the ticket's request has ended."""
+    with running_cluster(max_per_prefill=1) as cluster, ThreadPoolExecutor(3) as clients:
+        cluster.prefill.holds = cluster.decode.intends = True
+        answers = [clients.submit(cluster.complete) for _ in range(2)]
+        eventually(lambda: len(cluster.decode.tickets) == 2)
+        assert cluster.prefill.working.wait(10)
+        assert len(cluster.prefill.received) == 1
+        cluster.decode.intends = False
+        answers.append(clients.submit(cluster.complete))
+        eventually(lambda: len(cluster.prefill.received) == 2)
+        assert "ticket_follows" not in cluster.prefill.received[1].body["kv_transfer_params"]
+        cluster.prefill.holds = False
+        assert [answer.result().status_code for answer in answers] == [200] * 3
+        assert cluster.prefill.most_at_once == 2
+
+
 def test_requests_that_compute_nothing_do_not_wait_for_those_that_do() -> None:
     with running_cluster(max_concurrent=1, max_per_decode=1, queue_per_engine=0) as cluster, cluster.holding_one():
         assert cluster.client.get("/v1/models", timeout=5).status_code == 200

@@ -98,11 +98,21 @@ def test_a_request_lost_by_a_healthy_decode_engine_goes_to_another() -> None:
         assert counted(cluster)[1]["decode"] == {"timeout": 1}
 
 
-def test_a_lost_request_names_its_reason() -> None:
-    with running_cluster(attempts=1, **{**SHORT, "probe_timeout": 2.0}) as cluster:
+@pytest.mark.parametrize("meanwhile", ["", "unhealthy", "removed"])
+def test_a_lost_request_names_its_reason(token_file: str, meanwhile: str) -> None:
+    """Also if the engine's health checks fail, or it has been removed."""
+    limits = {**SHORT, "probe_timeout": 2.0, "silence_timeout": 10.0}
+    with running_cluster(attempts=1, admin_token_file=token_file, **limits) as cluster, ThreadPoolExecutor(1) as client:
         cluster.decode.hangs = True
         cluster.decode.metrics = computed(5, running=0)
-        answer = cluster.complete()
+        lost = client.submit(cluster.complete)
+        eventually(lambda: cluster.decode.received)
+        cluster.decode.healthy = meanwhile != "unhealthy"
+        if meanwhile == "removed":
+            token = {"Authorization": "Bearer a-secret"}
+            [engine] = cluster.client.get("/status.json", headers=token).json()["roles"][1]["engines"]
+            assert cluster.client.delete(f"/admin/engines/{engine['id']}", headers=token).status_code == 200
+        answer = lost.result()
         assert answer.status_code == 504
         reason = "decode engine: its metrics show no new token for 1 s"
         assert answer.json()["error"]["message"] == reason

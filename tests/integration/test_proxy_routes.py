@@ -10,6 +10,8 @@ import pytest
 from engine_standin import OTHER_PATHS, Received, limit_of, make_ticket
 from proxy_cluster import CHAT, COMPLETION, Cluster
 
+from vllm_ascend_pd.core.protocol import METASERVER_PATH
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": COMPLETION,
@@ -125,6 +127,15 @@ def test_routes_that_are_not_served_say_so_once(idle_cluster: Cluster, method: s
     error = refused.json()["error"]
     assert (refused.status_code, error["code"], error["type"]) == (404, 404, "NotFoundError")
     assert "this proxy does not serve" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", METASERVER_PATH, "/admin/engines"])
+def test_a_path_with_a_newline_behind_it_is_no_route(idle_cluster: Cluster, path: str) -> None:
+    """Decode would get the request without the newline, and compute its prompt."""
+    refused = idle_cluster.client.post(f"{path}%0A", json=COMPLETION)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (404, "NotFoundError")
+    assert idle_cluster.client.get("/v1/models%0A").status_code == 404
+    assert idle_cluster.decode.received == []
 
 
 def test_a_method_that_a_route_does_not_take(idle_cluster: Cluster) -> None:

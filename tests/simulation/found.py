@@ -26,6 +26,15 @@ GUARDS: dict[str, Mutant] = {
             ),
         ),
     ),
+    "intents that wait for room at prefill take all its slots": Mutant(
+        (
+            Edit(
+                "proxy.rendezvous.metaserver:Metaserver._ask",
+                "prefill.gives_way = ticket.header.ticket_follows",
+                "pass",
+            ),
+        ),
+    ),
 }
 """Of scenarios that mutants.py does not have."""
 
@@ -34,6 +43,21 @@ ORDERS_WITHOUT_GUARD = 40
 another history."""
 
 FOUND: dict[str, Scenario] = {
+    "intents that wait for room at prefill take all its slots": Scenario(
+        seed=1,
+        shape=Shape(
+            proxy=True,
+            prefill_first=100,
+            prefill_blocks=40,
+            decode_blocks=40,
+            prefix_caching=False,
+            max_per_prefill=3,
+        ),
+        events=(
+            *(Event(0.002 * n, "request", (f"long{n}", 100 + n, 150, 3, "metaserver", 0)) for n in range(8)),
+            *(Event(0.0161 + 0.0001 * n, "request", (f"short{n}", 200 + n, 90, 3, "metaserver", 0)) for n in range(8)),
+        ),
+    ),
     "a preempted request whose writes are over counts as delivered": Scenario(
         seed=1001823,
         shape=Shape(

@@ -34,7 +34,10 @@ class Proxy:
         self.process = kernel().process("proxy")
         self.line = Line(self.process)
         self.is_up = False
-        settings = ProxySettings(prefill=prefill, decode=decode, port=9, secret_file=secret_file, **_TIMEOUTS)
+        slots = world.scenario.shape.max_per_prefill
+        settings = ProxySettings(
+            prefill=prefill, decode=decode, port=9, secret_file=secret_file, max_per_prefill=slots, **_TIMEOUTS
+        )
         self.app: ProxyApp
         self._loop: EventLoop
         kernel().spawn(lambda: self._run(settings), "proxy", self.process)

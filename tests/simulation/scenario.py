@@ -58,6 +58,8 @@ class Shape:
     pool: bool = False
     # Whether clients and decode engines talk to our proxy. Otherwise a model stands in its place, which never retries.
     proxy: bool = False
+    # The proxy's `--max-per-prefill`.
+    max_per_prefill: int | None = None
     # Whether engines go on after a step that failed, as with vLLM 0.33's --enable-fault-tolerance.
     survives_faults: bool = False
     # `kv_load_failure_policy`.

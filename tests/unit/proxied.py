@@ -29,6 +29,8 @@ def settings_with(**fields: Any) -> ProxySettings:
 
 
 class RegistryListener:
+    waiting = 1
+
     def __init__(self) -> None:
         self.opened_engines: list[RegisteredEngine] = []
         self.closed_engines: list[RegisteredEngine] = []
@@ -36,6 +38,9 @@ class RegistryListener:
 
     def opened(self, engine: RegisteredEngine, _: str) -> None:
         self.opened_engines.append(engine)
+
+    def put_last(self, *_: object) -> None:
+        pass
 
     def closed(self, engine: RegisteredEngine) -> None:
         self.closed_engines.append(engine)

@@ -5,6 +5,7 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from itertools import repeat
 
 import pytest
@@ -97,6 +98,19 @@ def test_bodies_that_are_still_arriving_make_room_for_smaller_ones() -> None:
         with pytest.raises(RequestRefused):  # those that are left are smaller, or complete
             budget.add(new, 60)
         assert (ended, budget.used) == (["large"], 180)
+    assert budget.used == 0
+
+
+def test_a_clients_body_takes_no_room_of_an_engines_post() -> None:
+    budget, ended = BodyBudget(400), list[str]()
+    with budget.hold() as first, budget.hold(for_tickets=True) as ticket, budget.hold() as second:
+        for held, name, size in ((first, "first", 50), (ticket, "ticket", 120)):
+            budget.arriving(held, partial(ended.append, name))
+            budget.add(held, size)
+        budget.arriving(second, partial(ended.append, "second"))
+        with pytest.raises(RequestRefused):
+            budget.add(second, 110)
+        assert ended == ["first"]
     assert budget.used == 0
 
 

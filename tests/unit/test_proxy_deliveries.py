@@ -165,6 +165,17 @@ def test_removed_engines_are_forgotten() -> None:
     assert world.deliveries.passed_over(["x"]) == frozenset()
 
 
+def test_a_removed_decode_engine_passes_no_prefill_engine_over() -> None:
+    world = World("ab", "xy", {"ax"})
+    for pair in ("by", *["ax"] * LIMIT):
+        world.transfer(pair)
+    engines = world.pools[1].engines
+    removed = engines.get("x")
+    assert removed is not None
+    engines.remove(removed)
+    assert [set(world.deliveries.passed_over(urls)) for urls in (["x"], ["x", "y"])] == [set(), set()]
+
+
 def test_short_prompts_that_decode_computes_do_not_hide_that_it_gets_no_kv() -> None:
     world = World("a", "xy", {"ax"})
     world.transfer("ay")

@@ -20,6 +20,7 @@ from vllm_ascend_pd.proxy.rendezvous.deliveries import Deliveries
 from vllm_ascend_pd.proxy.rendezvous.metaserver import Metaserver
 from vllm_ascend_pd.proxy.rendezvous.observer import ProxyObserver
 from vllm_ascend_pd.proxy.rendezvous.request_table import Prefill, ProxiedRequest, RequestTable
+from vllm_ascend_pd.proxy.rendezvous.tickets import failed
 from vllm_ascend_pd.proxy.routing.answers import EngineRole, FailureKind
 from vllm_ascend_pd.proxy.routing.dispatch import Attempt, EngineError, EnginePool
 from vllm_ascend_pd.proxy.routing.engines import EngineRanking
@@ -112,6 +113,24 @@ def test_a_prefill_is_not_retried_when_nobody_waits_for_it() -> None:
             assert len(request.prefills[0, "t"].failures) == 1
             assert len(request.prefill_failures[0]) == 1
             assert request.transfer_failure is None
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_a_ticket_in_the_place_of_a_failed_one_does_not_hide_why_the_attempt_has_ended(gives_up: bool) -> None:
+    """Both may come in one turn of the event loop. Without a reason, the client would get no answer and no retry."""
+
+    async def run() -> None:
+        request, table = proxied_request(), RequestTable(1)
+        why = failed(FailureKind.TRANSFER, "it broke", "http://p")
+        with table.open(request), table.attempt(request):
+            first = request.prefill_for(0, "first", 1)
+            request.note_transfer_failure(why, first)
+            if gives_up:
+                request.give_up()
+            assert request.prefill_for(0, "second", 1, replaces="first") is not None
+            assert request.transfer_failure is (why if gives_up else None)
 
     anyio.run(run)
 

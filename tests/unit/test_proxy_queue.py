@@ -159,45 +159,45 @@ async def test_a_waiting_request_may_use_an_engine_that_becomes_available() -> N
 def test_an_engine_with_failing_checks_opens_when_they_are_good_not_when_undrained() -> None:
     listener = RegistryListener()
     engines = registry(EngineRole.DECODE, listener, eject_after=1, return_after=1)
-    engines.replace("a test", ["http://127.0.0.1:1"])
-    [one] = engines
+    engines.replace("a test", ["http://127.0.0.1:1", "http://127.0.0.1:2"])
+    [one, _] = engines
     engines.checked(one, "it does not answer")
     engines.drain(one)
     engines.undrain(one)
     assert listener.opened_engines == []
-    for _ in range(2):  # it opens once
-        engines.checked(one, None)
+    engines.checked(one, None)
     assert listener.opened_engines == [one]
 
 
 @pytest.mark.parametrize("in_all", [3, 6])
 def test_no_slot_is_lost_or_given_twice(in_all: int) -> None:
-    """Requests arrive, are cancelled at any time, and end."""
+    """Requests arrive, are cancelled at any time, and end. Half of them give way to the others."""
     chance = random.Random(in_all)
     engines = [engine(url) for url in "abc"]
     queue = EngineQueue(2, 5, 0.02, in_all)
-    now = dict.fromkeys(engines, 0)
+    now = {way: dict.fromkeys(engines, 0) for way in (False, True)}
     parties = [Group() for _ in range(100)]
     outcomes = {"served": 0, "refused": 0, "left": 0}
 
     async def request() -> None:
         await anyio.sleep(chance.uniform(0, 0.2))
         with anyio.move_on_after(chance.uniform(0, 0.04)) as scope:
-            asked = chance.sample(engines, chance.randint(1, 3))
+            asked, gives_way = chance.sample(engines, chance.randint(1, 3)), chance.random() < 0.5
             try:
-                given = await queue.acquire(asked, group=chance.choice([None, *parties]))
+                given = await queue.acquire(asked, group=chance.choice([None, *parties]), gives_way=gives_way)
             except NoFreeSlotError:
                 outcomes["refused"] += 1
                 return
             assert given is not None
-            now[given] += 1
-            assert now[given] <= 2
-            assert sum(now.values()) <= in_all
+            mine = now[gives_way]
+            mine[given] += 1
+            assert mine[given] <= 2
+            assert sum(sum(each.values()) for each in now.values()) <= in_all
             try:
                 await anyio.sleep(chance.uniform(0, 0.02))
             finally:
-                now[given] -= 1
-                queue.release(given)
+                mine[given] -= 1
+                queue.release(given, gives_way)
                 queue.assign()  # it may be called at any time
             outcomes["served"] += 1
         outcomes["left"] += scope.cancelled_caught
@@ -224,6 +224,46 @@ async def test_a_slot_of_all_engines_together_is_used_at_another_engine() -> Non
     await settle()
     queue.release(a)
     assert await waits is b
+
+
+async def test_requests_that_give_way_keep_no_others_waiting() -> None:
+    """They take no slot beyond the limit. Others take as many slots as if those had none."""
+    a, queue = engine("a"), EngineQueue(2, 8, FOREVER)
+    got: list[str] = []
+
+    async def wait(name: str, gives_way: bool) -> None:
+        assert await queue.acquire([a], gives_way=gives_way) is a
+        got.append(name)
+
+    async with anyio.create_task_group() as tasks:
+        for name in ("intent 0", "intent 1", "intent 2", "intent 3", "ticket 0", "ticket 1", "ticket 2", "ticket 3"):
+            tasks.start_soon(wait, name, name.startswith("intent"))
+            await settle()
+        assert got == ["intent 0", "intent 1", "ticket 0", "ticket 1"]
+        queue.release(a)  # of a ticket
+        await settle()
+        assert got[4:] == ["ticket 2"]
+        for _ in range(2):
+            queue.release(a, gives_way=True)
+            await settle()
+        assert got[5:] == [], "two tickets are there"
+        queue.release(a)
+        await settle()
+        assert got[5:] == ["intent 2", "ticket 3"], "in their order"
+        assert (a.slots_used, a.giving_way, queue.waiting) == (3, 1, 1)
+        tasks.cancel_scope.cancel()
+
+
+async def test_requests_that_give_way_leave_half_of_the_slots_of_all_engines_together() -> None:
+    a, b, queue = engine("a"), engine("b"), EngineQueue(None, 8, FOREVER, in_all=4)
+    given = [await queue.acquire([each], gives_way=True) for each in (a, b)]
+    third = asyncio.create_task(queue.acquire([a, b], gives_way=True))
+    await settle()
+    assert given == [a, b]
+    assert not third.done()
+    assert [await queue.acquire([a]), await queue.acquire([a])] == [a, a]
+    queue.release(b, gives_way=True)
+    assert await third is a
 
 
 # --- engines that come and go while requests wait ------------------------------------------------------------
@@ -303,6 +343,51 @@ async def test_an_engine_that_failed_is_the_last_resort_when_others_are_removed(
         engines.remove(old)
         await settle()
         assert got == [failed]
+
+
+async def test_a_waiting_request_gets_an_ejected_engine_only_if_no_other_is_left() -> None:
+    pool = pool_of_decode(eject_after=1)
+    engines, queue = pool.engines, pool.queue
+    a, b = engines.add("http://a", "test"), engines.add("http://b", "test")
+    assert [await queue.acquire([each]) for each in (a, b)] == [a, b]
+    ranking = engines.rank(UNREAD_PROMPT)
+    async with waiting(pool, ranking) as got, waiting(pool, ranking) as next_got:
+        engines.checked(b, "HTTP 503")
+        queue.release(b)
+        await settle()
+        assert got == []
+        queue.release(a)
+        await settle()
+        assert got == [a]
+        engines.checked(a, "HTTP 503")
+        engines.checked(b, "HTTP 503")
+        await settle()
+        assert next_got == [b], "none is left"
+
+
+@pytest.mark.parametrize("is_doubted", [False, True])
+async def test_a_waiting_request_gets_an_engine_that_is_passed_over_no_longer(
+    monkeypatch: pytest.MonkeyPatch, is_doubted: bool
+) -> None:
+    """`is_doubted`: it delivers nothing to the request's decode engine."""
+    monkeypatch.setattr("vllm_ascend_pd.proxy.routing.engines._PASSED_OVER_SECONDS", 0.1)
+    pool = pool_of_decode(eject_after=1)
+    engines = pool.engines
+    a, b = engines.add("http://a", "test"), engines.add("http://b", "test")
+    assert await pool.queue.acquire([a]) is a
+    pool.note_request_result(b.url, FailureKind.ERROR)
+    async with waiting(pool, engines.rank(UNREAD_PROMPT, doubted=[b.url] if is_doubted else [])) as got:
+        engines.checked(b, None)
+        await settle()
+        assert got == []
+        await anyio.sleep(0.15)
+        engines.checked(b, None)
+        await settle()
+        assert got == ([] if is_doubted else [b])
+        if is_doubted:
+            engines.remove(a)
+            await settle()
+            assert got == [b], "no other is left"
 
 
 async def test_a_request_goes_elsewhere_when_the_engine_of_its_new_slot_is_removed() -> None:

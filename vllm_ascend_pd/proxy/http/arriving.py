@@ -27,6 +27,7 @@ _BYTES_PER_SECOND = 64 * 1024
 _LINGER_SECONDS = 2.0
 """For the rest of a body whose request was answered without it: the answer is lost if the connection closes while the
 client still sends."""
+_NO_PATH = "Not Found: the path has unprintable characters"
 _NO_UPGRADE = "this server speaks HTTP/1.1 alone: send no Upgrade header (JDK's HttpClient: version(HTTP_1_1))"
 
 MAX_FIELDS = 256
@@ -85,7 +86,8 @@ class BodyBudget:
     """Bounds the bytes of all bodies that the proxy holds.
 
     A body may be as large as the room that is left beside it. So small requests find room where large ones fill it. A
-    body that does not fit takes the room of larger ones that are still arriving. The event loop's thread owns it.
+    body that does not fit takes the room of larger ones that are still arriving, but a client's takes none of an
+    engine's post. The event loop's thread owns it.
     """
 
     def __init__(self, limit: int) -> None:
@@ -110,7 +112,8 @@ class BodyBudget:
     def add(self, held: HeldBody, size: int) -> None:
         """Adds `size` bytes to a body. Raises RequestRefused (503) if there is no room."""
         while held.size + size > held.limit - self.used - size:
-            largest = max(self._arriving, key=lambda each: each.size, default=held)
+            may_end = (each for each in self._arriving if each.limit <= held.limit)
+            largest = max(may_end, key=lambda each: each.size, default=held)
             if largest.size <= held.size:
                 raise self.full()
             self._end(largest)
@@ -224,6 +227,7 @@ class BoundedBodies:
     that is refused raises RequestRefused in the application: 503 if there is no room for it, 400 if it has too many
     parts. An answer to a request whose body is incomplete closes the connection. uvicorn reads no body of a request
     that asks for another protocol, and would take it for the next request, so such a request is answered 400.
+    Starlette's routes match a path with a newline behind it, too. A path with unprintable characters is answered 404.
     """
 
     def __init__(self, app: ASGIApp, budget: BodyBudget) -> None:
@@ -243,11 +247,12 @@ class BoundedBodies:
                 has_body = value != b"0"
             elif name == b"connection" and b"upgrade" in value.lower():
                 upgrades = True
-        if not has_body and not upgrades:
+        has_no_route = not scope["path"].isprintable()
+        if upgrades or has_no_route:
+            status, why = (HTTPStatus.NOT_FOUND, _NO_PATH) if has_no_route else (HTTPStatus.BAD_REQUEST, _NO_UPGRADE)
+            await error_response(status, why, headers={"Connection": "close"})(scope, receive, send)
+        elif not has_body:
             await self._app(scope, receive, send)
-        elif upgrades:
-            refused = error_response(HTTPStatus.BAD_REQUEST, _NO_UPGRADE, headers={"Connection": "close"})
-            await refused(scope, receive, send)
         else:
             with self._budget.hold(for_tickets=is_post) as held:
                 bounded = _BoundedBody(scope, receive, send, self._budget, held)

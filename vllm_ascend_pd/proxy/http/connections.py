@@ -101,6 +101,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.closed(self)
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn's timer would keep all this in memory after a reset
 
     def data_received(self, data: bytes) -> None:
         if self._is_last:

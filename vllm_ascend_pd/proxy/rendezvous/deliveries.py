@@ -134,12 +134,14 @@ class Deliveries:
         pair.undecided = 0
 
     def passed_over(self, decode: Collection[str]) -> frozenset[str]:
-        """URLs of the prefill engines whose last transfers to each of these decode engines have failed."""
-        now, takers = time.monotonic(), [self._decode_pool.engines.get(url) for url in decode]
+        """URLs of the prefill engines whose last transfers to each of these decode engines have failed. None, if these
+        have all been removed."""
+        now, found = time.monotonic(), [self._decode_pool.engines.get(url) for url in decode]
+        takers = [engine for engine in found if engine is not None]
         return frozenset(
             giver.url
             for giver, each in self._pairs.items()
-            if takers and all(t in each and each[t].streak.passed_over(now) for t in takers if t is not None)
+            if takers and all(taker in each and each[taker].streak.passed_over(now) for taker in takers)
         )
 
     def problems(self) -> Mapping[str, str]:

@@ -114,7 +114,8 @@ class Metaserver:
 
     def routes(self) -> list[BaseRoute]:
         """A post that cannot be used is answered 400 or 413 (it cannot be read), 401 (the token is missing), 404 (no
-        request waits for it) or 503 (the proxy shuts down). The body of errors is `{"error": reason}`."""
+        request waits for it), 408 (its body did not arrive in time) or 503 (there is no room for its body, or the proxy
+        shuts down). The body of errors is `{"error": reason}`, but for 408, which has the form of OpenAI's errors."""
         posts = {"": self.post_ticket, FAILURE_SUFFIX: self.post_failure, WAITING_SUFFIX: self.post_question}
         name = "bearer token (of the cluster's secret, or metaserver_token_file)"
         return [
@@ -209,6 +210,8 @@ class Metaserver:
             path, body = Endpoint.COMPLETIONS.value, tokens_body(parsed, ticket.token_ids, ticket.encoded, base)
         headers = prefill_request_headers(request.decode_headers)
         ranking = self._rank(prefill, prompt_of(parsed, prefill.prompt))
+        # Prefill may let an intent wait for room that is free again when others' tickets have been served.
+        prefill.gives_way = ticket.header.ticket_follows
         result: Response | Failure | None = None
         with self._prefill_pool.watch.over(prefill):
             try:

@@ -206,6 +206,7 @@ class ProxiedRequest(Attempt):
     def give_up(self) -> None:
         """Ends the attempt because of its transfer failure. Another one may follow."""
         assert self.transfer_failure is not None
+        self._failed_prefill = None  # a ticket that takes its place, and came at the same time, is too late
         for prefill in (*self.prefills.values(), *self.prefilling):
             prefill.is_over = True
         if self.scope is not None:

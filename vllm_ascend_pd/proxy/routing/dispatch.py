@@ -114,6 +114,8 @@ class Attempt:
     """The requests with which it counts as one in the queue."""
     is_evidence = True
     """Whether what becomes of it says something about engines. A client's made-up ticket does not."""
+    gives_way = False
+    """Whether it gives way in the queue, because its engine may let it wait until others have ended."""
 
     def __init__(self) -> None:
         self.request_id = ""
@@ -207,7 +209,7 @@ class StallWatch:
         finally:
             self._probed.discard(url)
         is_silent = isinstance(error, (ConnectTimeout, ReadTimeout))
-        now, engine = time.monotonic(), self._engines.get(url)
+        now, engine = time.monotonic(), self._engines.with_requests(url)
         for attempt, since in asked.items():
             if attempt not in self._attempts or attempt.engine != url or attempt.silent_since != since:
                 continue  # it has gone on meanwhile
@@ -396,7 +398,7 @@ class EnginePool:
         finally:
             self.engines.ended(ranking.prompt, engine, load, attempt.is_taken)
             if ranking.takes_slot:
-                self.queue.release(engine)
+                self.queue.release(engine, attempt.gives_way)
 
     async def _refused(self, engine: RegisteredEngine, response: EngineResponse) -> FailureKind | None:
         """How an answer refuses its request; such an answer is closed. None: it does not. Raises HttpError."""
@@ -445,9 +447,10 @@ class EnginePool:
                 engine = await self.queue.acquire(
                     candidates,
                     readmitted=attempt.readmitted,
-                    avoid=avoid,
+                    avoid={*avoid, *ranking.doubted},
                     group=attempt.group,
                     waited=time.monotonic() - since,
+                    gives_way=attempt.gives_way,
                 )
             except NoFreeSlotError as full:
                 if any(each.busy is not None for each in candidates):

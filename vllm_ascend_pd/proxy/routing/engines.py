@@ -256,6 +256,8 @@ class EngineRanking(NamedTuple):
     """URLs. An engine is asked, or waited for, only if no engine of the earlier tiers can be reached."""
     avoid: Collection[str] = ()
     """URLs of engines not to ask, should they become available while the request waits."""
+    doubted: Collection[str] = ()
+    """URLs of engines that come after others for this prompt, though they may be well."""
 
     @property
     def takes_slot(self) -> bool:
@@ -300,6 +302,10 @@ class EngineRegistry:
 
     def get(self, url: str) -> RegisteredEngine | None:
         return self._engines.get(url)
+
+    def with_requests(self, url: str) -> RegisteredEngine | None:
+        """As `get`, and also an engine that was removed and may still have requests."""
+        return self._engines.get(url) or self._leaving.get(url)
 
     def by_id(self, engine_id: str) -> RegisteredEngine | None:
         return next((engine for engine in self if engine.id == engine_id), None)
@@ -370,20 +376,28 @@ class EngineRegistry:
     @owned
     def undrain(self, engine: RegisteredEngine) -> None:
         engine.draining = False
-        if not engine.gate.shut:
-            self._queue.opened(engine, engine.url)
+        self._tell_queue(engine)
         log.info("%s engine %s: gets requests again", self.role.value, engine.url)
 
     @owned
     def checked(self, engine: RegisteredEngine, reason: str | None, at_once: bool = False) -> bool:
         """Records a health check. Arguments and result: as for `HealthGate.checked`."""
-        was_shut = engine.gate.shut
         changed = engine.gate.checked(reason, at_once)
         if changed and not engine.removed:  # it may have been restarted
             self.affinity.forget(engine.url)
-        if was_shut and not engine.gate.shut:
-            self._queue.opened(engine, engine.url)
+        self._tell_queue(engine)
         return changed
+
+    def _tell_queue(self, engine: RegisteredEngine) -> None:
+        """Lets requests that wait use an engine. While it is doubtful and others are not, those that may use one of
+        these do not get it."""
+        if not self._queue.waiting:
+            return
+        now = time.monotonic()
+        if engine.gate.doubtful(now) and (well := self.well(now)):
+            self._queue.put_last(engine, well)
+        elif engine.takes_requests:
+            self._queue.opened(engine, engine.url)
 
     # Which one gets a prompt.
 
@@ -402,7 +416,7 @@ class EngineRegistry:
         ranked = self.affinity.order(prompt, [self.load(engine, now) for engine in engines.values()])
         doubtful = tuple(url for url in ranked if url in doubted or engines[url].gate.doubtful(now))
         well = tuple(url for url in ranked if url not in doubtful)
-        return EngineRanking(prompt, (well, doubtful, tuple(last)), avoid)
+        return EngineRanking(prompt, (well, doubtful, tuple(last)), avoid, doubted)
 
     def load(self, engine: RegisteredEngine, now: float) -> EngineLoad:
         """The load of an engine, from its own report and from what this proxy has sent."""

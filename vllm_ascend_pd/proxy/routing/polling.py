@@ -154,34 +154,35 @@ class HealthChecks:
     async def _watch(self, engines: EngineRegistry, engine: RegisteredEngine) -> None:
         silent_about_load = False
         try:
-            while not engine.removed:
-                reason = await self._health(engine.url)
-                if reason is None:
+            while not engine.removed or engine.slots_used:  # `StallWatch` asks whether it computes what it still has
+                reason, answers = await self._health(engine.url)
+                if answers:
                     problem = await self._load(engine)
                     if problem is not None and not silent_about_load:
                         log.warning("%s engine %s: its load is unknown: %s", engine.role.value, engine.url, problem)
                     silent_about_load = problem is not None
                 broken = engine.broken if reason is None else None
-                if engines.checked(engine, reason or broken, at_once=broken is not None):
+                changed = engines.checked(engine, reason or broken, at_once=broken is not None)
+                if changed and not engine.removed:
                     _log_change(engine)
                 # At random, so that not all proxies check all engines at the same time.
                 await anyio.sleep(self._interval * random.uniform(0.9, 1.1))
         finally:
             self._watched.discard(engine)
 
-    async def _health(self, url: str) -> str | None:
-        """Returns None, or why the engine does not look healthy."""
+    async def _health(self, url: str) -> tuple[str | None, bool]:
+        """Returns None, or why the engine does not look healthy; and whether it answers at all."""
         try:
             with anyio.fail_after(self._timeout):
                 async with self._client.get(f"{url}/health") as answer:
                     if answer.is_success:
-                        return None
-                    reason = f"HTTP {answer.status}"
+                        return None, True
+                    reason, answers = f"HTTP {answer.status}", True
                     wants_tls = answer.status == HTTPStatus.BAD_REQUEST
         except (HttpError, TimeoutError) as error:
-            reason, wants_tls = _why(error), isinstance(error, ConnectionLost)
+            reason, answers, wants_tls = _why(error), False, isinstance(error, ConnectionLost)
         # Servers behind TLS answer plain HTTP like this.
-        return f"{reason}: does it want https://?" if wants_tls and url.startswith("http://") else reason
+        return f"{reason}: does it want https://?" if wants_tls and url.startswith("http://") else reason, answers
 
     async def _load(self, engine: RegisteredEngine) -> str | None:
         """Reads and notes the engine's load. Returns None, or why it is unknown."""

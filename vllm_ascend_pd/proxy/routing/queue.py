@@ -3,6 +3,9 @@
 
 There is one for the requests that the proxy serves, and one for the engines of each role. `Queue.assign` gives free
 slots to those that wait. It may be called at any time: it changes nothing where there is nothing to give.
+
+Some requests give way: they may keep their slots until others have ended, which therefore must not wait for them. Their
+slots do not count for the others, and they get at most half of the slots of all engines together.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ class HasSlots:
 
     def __init__(self) -> None:
         self.slots_used = 0
+        self.giving_way = 0
+        """Slots of those requests that give way."""
         self.busy: _Busy | None = None
         """What is known of its own limit. None: it has not been busy lately."""
 
@@ -69,11 +74,14 @@ T = TypeVar("T", bound=HasSlots)
 class _Waiter(Generic[T]):
     """One waiting request."""
 
-    def __init__(self, choices: Sequence[T], avoid: Collection[str], group: Group | None) -> None:
+    def __init__(
+        self, choices: Sequence[T], avoid: Collection[str], group: Group | None, gives_way: bool = False
+    ) -> None:
         self.choices = dict.fromkeys(choices)
         """Where it may get a slot, in order of preference."""
         self.avoid = avoid
         """URLs of engines that it must not use, should they become available."""
+        self.gives_way = gives_way
         self.slots_given = 0
         self.group: Group = group or self
         self.given: T | None = None
@@ -94,7 +102,7 @@ class Queue(Generic[T]):
     def __init__(self, limit: int | None, length: int, timeout: float, in_all: int | None = None) -> None:
         """
         Args:
-            limit: slots of each engine; None: no limit.
+            limit: slots of each engine; None: no limit. Others get as many beside those of requests that give way.
             length: how many groups may wait, for each engine that they could use.
             timeout: seconds that a group waits before it is refused.
             in_all: slots of all engines together; None: no limit.
@@ -107,18 +115,21 @@ class Queue(Generic[T]):
         """Requests that wait for a slot."""
         self._total = 0
         """Slots in use everywhere."""
+        self._giving_way = 0
+        """Those of requests that give way."""
         self._readmitted: dict[_Waiter[T], None] = {}
         """Requests that had a slot before, in order. They are served before the others."""
         self._groups: dict[Group, dict[_Waiter[T], None]] = {}
         """The other groups in the order of their turns, each with its waiting members in order."""
         self._begun: set[Group] = set()
         """Those of them that have been given a slot. They count in no limit."""
-        self._wanted: Counter[T] = Counter()
-        """How many requests wait for each engine. Engines for which none waits have no entry."""
+        self._wanted: Counter[tuple[T, bool]] = Counter()
+        """How many requests wait for each engine, by whether they give way. There are no entries of 0."""
 
-    def check(self, choices: Sequence[T]) -> None:
+    def check(self, choices: Sequence[T], gives_way: bool = False) -> None:
         """Raises NoFreeSlotError if a new request can neither have a slot at one of `choices` nor wait for one."""
-        if len(self._groups) - len(self._begun) >= self.length * len(choices) and not any(map(self._is_free, choices)):
+        is_full = len(self._groups) - len(self._begun) >= self.length * len(choices)
+        if is_full and not any(self._is_free(each, gives_way) for each in choices):
             raise NoFreeSlotError(f"{self.length * len(choices)} requests already wait", timed_out=False)
 
     @owned
@@ -130,6 +141,7 @@ class Queue(Generic[T]):
         avoid: Collection[str] = (),
         group: Group | None = None,
         waited: float = 0.0,
+        gives_way: bool = False,
     ) -> T | None:
         """Takes a slot at one of `choices`, and waits for one if none is free. Give it back by `release`.
 
@@ -142,6 +154,7 @@ class Queue(Generic[T]):
             group: what the request belongs to; None: it is a group of its own. A group is refused as a whole or not at
                 all: once a member has had a slot, the others count in no limit and wait without a timeout.
             waited: seconds that the request has waited already, for engines that are gone.
+            gives_way: whether the request keeps none waiting that does not give way.
 
         Returns:
             Where the slot is. None: ask again for others, because these, or the one whose slot this request was given,
@@ -151,14 +164,14 @@ class Queue(Generic[T]):
             NoFreeSlotError: the queue is full, or the timeout has passed.
         """
         for each in choices:
-            if self._is_free(each):
-                self._take(each, group)
+            if self._is_free(each, gives_way):
+                self._take(each, group, gives_way)
                 return each
-        waiter = _Waiter([each for each in choices if each.takes_requests], avoid, group)
+        waiter = _Waiter([each for each in choices if each.takes_requests], avoid, group, gives_way)
         if not waiter.choices:
             return None
         if not (readmitted or waiter.group.slots_given or waiter.group in self._groups):
-            self.check(choices)
+            self.check(choices, gives_way)
         self._enter(waiter, readmitted)
         try:
             with anyio.move_on_after(self.timeout - waited):
@@ -178,41 +191,54 @@ class Queue(Generic[T]):
         return waiter.given
 
     @owned
-    def release(self, engine: T) -> None:
-        """Gives back a slot from `acquire`."""
+    def release(self, engine: T, gives_way: bool = False) -> None:
+        """Gives back a slot from `acquire`. `gives_way`: as there."""
         self._total -= 1
         engine.slots_used -= 1
+        if gives_way:
+            self._giving_way -= 1
+            engine.giving_way -= 1
         self.assign()
 
     @owned
     def assign(self) -> None:
         """Gives free slots to the requests whose turn it is, and ends the waits for engines that are gone."""
-        for gone in [engine for engine in self._wanted if not engine.takes_requests]:
+        for gone in {engine for engine, _ in self._wanted if not engine.takes_requests}:
             for waiter in self._in_order():
                 if gone in waiter.choices:
-                    del waiter.choices[gone]
-                    if not waiter.choices:
-                        waiter.changed.set()
-            del self._wanted[gone]
-        while free := [engine for engine in self._wanted if self._is_free(engine)]:
+                    self._drop(waiter, gone)
+        while free := {wanted for wanted in self._wanted if self._is_free(*wanted)}:
             waiter, engine = next(
-                (waiter, engine) for waiter in self._in_order() for engine in waiter.choices if engine in free
+                (waiter, engine)
+                for waiter in self._in_order()
+                for engine in waiter.choices
+                if (engine, waiter.gives_way) in free
             )
             self._leave(waiter)
             if waiter.group in self._groups:  # its other members wait until all other groups have had a turn
                 self._groups[waiter.group] = self._groups.pop(waiter.group)
-            self._take(engine, waiter.group)
+            self._take(engine, waiter.group, waiter.gives_way)
             waiter.given = engine
             waiter.changed.set()
 
     @owned
     def opened(self, engine: T, url: str) -> None:
         """Lets waiting requests use an engine that may get requests from now on."""
+        if self._wanted[engine, False] + self._wanted[engine, True] == self.waiting:
+            return  # they all may
         for waiter in self._in_order():
             if url not in waiter.avoid and engine not in waiter.choices:
                 waiter.choices[engine] = None
-                self._wanted[engine] += 1
+                self._wanted[engine, waiter.gives_way] += 1
         self.assign()
+
+    @owned
+    def put_last(self, engine: T, before: Collection[T]) -> None:
+        """Keeps an engine from waiting requests that may use one of `before`."""
+        if self._wanted[engine, False] + self._wanted[engine, True]:
+            for waiter in self._in_order():
+                if engine in waiter.choices and any(each in waiter.choices for each in before):
+                    self._drop(waiter, engine)
 
     @owned
     def closed(self, engine: T) -> None:
@@ -250,16 +276,23 @@ class Queue(Generic[T]):
             busy.timer = asyncio.get_running_loop().call_later(busy.pause, self._widen, engine)
         self.assign()
 
-    def _is_free(self, engine: T) -> bool:
+    def _is_free(self, engine: T, gives_way: bool) -> bool:
         """Whether an engine may get a request and has a slot for it."""
         if not engine.takes_requests or self._total == self._in_all:
             return False
         used, busy = engine.slots_used, engine.busy
-        return (self.limit is None or used < self.limit) and (busy is None or used < busy.limit)
+        if busy is not None and used >= busy.limit:
+            return False
+        if gives_way and self._in_all is not None and 2 * self._giving_way >= self._in_all:
+            return False
+        return self.limit is None or (used if gives_way else used - engine.giving_way) < self.limit
 
-    def _take(self, engine: T, group: Group | None) -> None:
+    def _take(self, engine: T, group: Group | None, gives_way: bool) -> None:
         engine.slots_used += 1
         self._total += 1
+        if gives_way:
+            engine.giving_way += 1
+            self._giving_way += 1
         if group is not None:
             group.slots_given += 1
             if group in self._groups:
@@ -275,7 +308,7 @@ class Queue(Generic[T]):
         """Gives back a slot that a request was given and does not use."""
         if waiter.given is not None:
             self._take_back(waiter.group)
-            self.release(waiter.given)
+            self.release(waiter.given, waiter.gives_way)
 
     def _enter(self, waiter: _Waiter[T], readmitted: bool) -> None:
         if readmitted:
@@ -285,7 +318,7 @@ class Queue(Generic[T]):
             if waiter.group.slots_given:
                 self._begun.add(waiter.group)
         self.waiting += 1
-        self._wanted.update(waiter.choices.keys())
+        self._wanted.update((engine, waiter.gives_way) for engine in waiter.choices)
 
     def _leave(self, waiter: _Waiter[T]) -> None:
         """Takes a request out of the queue, if it is still there."""
@@ -301,9 +334,19 @@ class Queue(Generic[T]):
             return
         self.waiting -= 1
         for engine in waiter.choices:
-            self._wanted[engine] -= 1
-            if not self._wanted[engine]:
-                del self._wanted[engine]
+            self._want_less(engine, waiter.gives_way)
+
+    def _drop(self, waiter: _Waiter[T], engine: T) -> None:
+        """A waiting request may no longer use an engine."""
+        del waiter.choices[engine]
+        self._want_less(engine, waiter.gives_way)
+        if not waiter.choices:
+            waiter.changed.set()
+
+    def _want_less(self, engine: T, gives_way: bool) -> None:
+        self._wanted[engine, gives_way] -= 1
+        if not self._wanted[engine, gives_way]:
+            del self._wanted[engine, gives_way]
 
     def _in_order(self) -> Iterator[_Waiter[T]]:
         """All waiting requests, in the order in which they get slots."""
