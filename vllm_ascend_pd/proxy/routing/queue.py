@@ -203,7 +203,7 @@ class Queue(Generic[T]):
     @owned
     def assign(self) -> None:
         """Gives free slots to the requests whose turn it is, and ends the waits for engines that are gone."""
-        for gone in {engine for engine, _ in self._wanted if not engine.takes_requests}:
+        for gone in dict.fromkeys(engine for engine, _ in self._wanted if not engine.takes_requests):
             for waiter in self._in_order():
                 if gone in waiter.choices:
                     self._drop(waiter, gone)
