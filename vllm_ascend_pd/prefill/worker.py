@@ -113,8 +113,8 @@ class PrefillWorker(ConnectorRole):
         """Opens new transfers and plans the step.
 
         Waits for nothing, with three exceptions. If vLLM has not ended the step before, or this one computes nothing,
-        it waits as `end_step` may. For what is pushed at once, it waits for room as `push_layer` does. If vLLM has taken
-        back KV that is still being written, it waits for `write_timeout_s` at most.
+        it waits as `end_step` may. For what is pushed at once, it waits for room as `push_layer` does. If vLLM has
+        taken back KV that is still being written, it waits for `write_timeout_s` at most.
         """
         self._end_open_step()
         self._step = step
