@@ -66,9 +66,9 @@ def test_the_engines_are_those_of_the_page(cluster: Cluster) -> None:
     [prefill], [decode] = cluster.prefill, cluster.decode
     values = {"MODEL": str(cluster.model)}
     ports = {"8100": str(prefill.port), "18000": str(prefill.kv_port), "8998": str(prefill.bootstrap_port)}
-    variable, _, *prefill_words = documented("docs/routers.md", "VLLM_MOONCAKE_BOOTSTRAP_PORT=", {**values, **ports})
+    variable, _, _, *prefill_words = documented("docs/routers.md", "VLLM_MOONCAKE_BOOTSTRAP_PORT=", {**values, **ports})
     ports = {"8200": str(decode.port), "19000": str(decode.kv_port)}
-    _, *decode_words = documented("docs/routers.md", "ASCEND_RT_VISIBLE_DEVICES=1 vllm serve", {**values, **ports})
+    _, _, *decode_words = documented("docs/routers.md", "ASCEND_RT_VISIBLE_DEVICES=1 VLLM", {**values, **ports})
     name, _, value = variable.partition("=")
     assert prefill.environment[name] == value
     for words, engine in ((prefill_words, prefill), (decode_words, decode)):

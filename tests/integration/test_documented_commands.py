@@ -287,7 +287,7 @@ TABLE = (
         "minutes each",
     ),
     Row(
-        r"(VLLM_MOONCAKE_BOOTSTRAP_PORT=8998 ASCEND_RT_VISIBLE_DEVICES=0|ASCEND_RT_VISIBLE_DEVICES=1) vllm serve .*",
+        r"(VLLM_MOONCAKE_BOOTSTRAP_PORT=8998 )?ASCEND_RT_VISIBLE_DEVICES=[01] VLLM_HOST_IP=127.0.0.1 vllm serve .*",
         "tests/e2e/test_routers.py::test_the_engines_are_those_of_the_page",
     ),
     Row(r"vllm-router .*", "tests/e2e/test_routers.py::test_tokens"),

@@ -609,7 +609,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a request whose write has failed twice counts as delivered": _without(
         "prefill.sender:Sender._write_apart",
-        'transfer.state.fail(f"writing to decode rank {key} failed: {final.reason}", PushFailure.WRITE)',
+        "transfer.state.fail(reason, PushFailure.WRITE)",
         "pass",
         **_ONE,
         write_fails=0.5,
