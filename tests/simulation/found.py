@@ -156,6 +156,18 @@ FOUND: dict[str, Scenario] = {
             Event(0.124, "reset", (0.221,)),
         ),
     ),
+    "what a request sent before a preemption counts without its load": Scenario(
+        seed=0,
+        shape=Shape(prefill_blocks=80, decode_blocks=80, prefill_steps=2, pool=True),
+        faults=Faults(load_fails=1.0),
+        events=(
+            Event(0.0, "request", ("r0", 0, 160, 1, "prefill first", 0)),
+            Event(0.0, "request", ("r1", 1, 60, 1, "metaserver", 16)),
+            Event(0.0045, "stop", (0.0, 0.5)),
+            Event(0.1, "leave", ("r0",)),
+            Event(0.2, "reset", (0.0,)),
+        ),
+    ),
     "what an aborted request has computed stays cached": Scenario(
         seed=0,
         shape=Shape(prefill_blocks=80, decode_blocks=80, pool=True, prefill_policy="recompute"),

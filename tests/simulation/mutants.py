@@ -739,7 +739,9 @@ MUTANTS: dict[str, Mutant] = {
         "prefill.scheduler:PrefillScheduler._advance",
         " and start == ticket.remote_cached_tokens",
         "",
-        seeds=0,
+        seeds=1,
+        **_POOL,
+        prefill_steps=2,
     ),
     "a state that has seen a token more is sent": _without(
         "prefill.scheduler:PrefillScheduler._serve",

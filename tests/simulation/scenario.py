@@ -153,6 +153,7 @@ def draw(seed: int, calm: bool = False, **fixed: Any) -> Scenario:
         _draw_shape(rng),
         drafts=random.Random(f"drafts {seed}").choice([0, 0, 0, 1, 3]),
         prefill_first=random.Random(f"prefill first {seed}").choice([None, "auto", 0, 30, 80]),
+        max_per_prefill=random.Random(f"slots {seed}").choice([None, None, 1, 4]),
     )
     faults = _draw_faults(rng, shape)
     names = {each.name for each in fields(Shape)}
