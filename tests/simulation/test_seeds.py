@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds without a violation: 10,000 requests with fixed ones, in all. `scripts/test.sh --simulation` goes on."""
+"""Seeds without a violation: 10,000 requests with fixed ones. `scripts/test.sh --simulation` goes on."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import pytest
 
 from simulation.processes import run, run_apart
 
-REQUESTS = 8_600
+REQUESTS = 10_000
 
 
 @pytest.mark.timeout(900)
